@@ -1,0 +1,172 @@
+"""Run one command in one cold session: READY, register with the guard, the command line, its end (E1-E7)."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from asp.errors import NotStarted
+from asp.ssh.connection import Connection
+from asp.ssh.guard import Guard, guard_lost
+from asp.ssh.script import CommandText, boot_line, command_text
+from asp.ssh.session import Session, open_session
+from asp.transport import ExecResult, OnOutput, Stream
+
+EOF_USUALLY_FOLLOWS_S = 0.003
+"""Between exit status and CLOSE when nobody holds the pipes. After it the barrier is asked, so this is no idle timer."""
+
+AFTER_EXIT_LIMIT = 8 << 20
+"""A background child that never stops writing must not hold the call. What the foreground wrote is at most two full pipes
+(1 MiB each, Linux pipe-max-size), sshd's buffers and the window (2 MiB) behind the exit status."""
+
+KILL_TIMEOUT_S = 10.0
+"""After TERM, 2 s and KILL, the end must arrive; if it does not, the outcome is unknown."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What to run; see :meth:`asp.transport.Transport.exec`."""
+
+    script: bytes
+    cwd: bytes
+    env: Mapping[str, str] | None
+    stdin: bytes | None
+    merge_streams: bool
+    timeout_s: float | None
+    keep_bytes: int
+    on_output: OnOutput | None
+
+    def text(self) -> CommandText:
+        """Return what is written to the session. Raises CommandRefused."""
+        return command_text(
+            self.script, env=self.env, stdin=self.stdin is not None, merge_streams=self.merge_streams,
+        )
+
+
+async def run(connection: Connection, command: Command) -> ExecResult:
+    """Run a command on a connection and return how it ended.
+
+    Raises CommandRefused and NotStarted (nothing ran), ConnectionLost (outcome unknown, partial output inside).
+    """
+    text = command.text()
+    async with connection.slots:
+        guard = await connection.live_guard()
+        session = await open_session(connection.ssh, lambda nonce: boot_line(nonce, command.cwd))
+        if session.pid is None:
+            msg = "the session said READY without a process"
+            raise NotStarted(msg)
+        abandoned: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        connection.running[session] = abandoned
+        try:
+            await guard.register(session.pid)
+            return await _follow(connection, guard, session, abandoned, command, text)
+        except asyncio.CancelledError:
+            _abandon(connection, session)
+            raise
+        except BaseException:
+            session.close()
+            raise
+        finally:
+            if session not in connection.abandoned:
+                connection.running.pop(session, None)
+
+
+def _abandon(connection: Connection, session: Session) -> None:
+    """Kill a cancelled command, and forget it when it has ended; the caller does not wait."""
+    session.drop_receiver()
+    if session.pid is None or session.closed.done():
+        session.close()
+        return
+    pid = session.pid
+    connection.guard.kill(pid)
+    connection.abandoned.add(session)
+
+    def ended(_exited: "asyncio.Future[None]") -> None:
+        connection.guard.forget(pid, drain=False)
+        connection.abandoned.discard(session)
+        connection.running.pop(session, None)
+        session.close()
+
+    session.exited.add_done_callback(ended)
+
+
+async def _follow(
+    connection: Connection, guard: Guard, session: Session, abandoned: "asyncio.Future[None]", command: Command,
+    text: CommandText,
+) -> ExecResult:  # fmt: skip
+    """From the command line on: nothing here may be retried (E2)."""
+    session.collect(command.keep_bytes, command.on_output)
+    session.write(text.line + text.script + (command.stdin or b""))
+    if command.stdin is not None:
+        session.write_eof()
+    timed_out = False
+    if not await _ended(session, abandoned, command.timeout_s):
+        timed_out = True
+        guard.kill(session.pid or 0)
+        if not await _ended(session, abandoned, KILL_TIMEOUT_S):
+            session.close()
+            raise session.lost("the command was killed after its time limit, but its end was never reported")
+    await _all_output(connection, guard, session, abandoned)
+    background = not session.eof
+    guard.forget(session.pid or 0, drain=background or connection.hides_children)
+    session.close()
+    await session.passed_on()
+    return ExecResult(
+        exit_status=session.exit_status if session.exit_signal is None else None,
+        signal=session.exit_signal,
+        stdout=session.outputs[Stream.STDOUT].bytes(), stderr=session.outputs[Stream.STDERR].bytes(),
+        stdout_bytes=session.outputs[Stream.STDOUT].total, stderr_bytes=session.outputs[Stream.STDERR].total,
+        timed_out=timed_out, background=background,
+    )  # fmt: skip
+
+
+async def _ended(session: Session, abandoned: "asyncio.Future[None]", timeout_s: float | None) -> bool:
+    """Wait for the exit status; return False if the time is over. Raises ConnectionLost, or what the receiver raised."""
+    waiting = {session.exited, abandoned}
+    receiver = session.receiver
+    done, _ = await asyncio.wait(
+        waiting | ({receiver} if receiver is not None else set()), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED,
+    )
+    if not done:
+        return False
+    _raise_if_lost(session, abandoned)
+    if receiver is not None and receiver in done and not session.exited.done():
+        raise asyncio.CancelledError from receiver.exception()
+    return True
+
+
+def _raise_if_lost(session: Session, abandoned: "asyncio.Future[None]") -> None:
+    if abandoned.done():
+        session.close()
+        raise guard_lost(session)
+    if session.closed.done() and session.exit_status is None and session.exit_signal is None:
+        raise session.lost("the connection was lost, or the server reported no exit status")
+
+
+async def _all_output(
+    connection: Connection, guard: Guard, session: Session, abandoned: "asyncio.Future[None]",
+) -> None:
+    """Return when all that the foreground wrote has arrived (E5).
+
+    EOF proves it; so does a channel that the server closed, since data precedes CLOSE. Otherwise a background child holds
+    the pipes, and the barrier decides: two pings through the guard in a row without new data between them.
+    """
+    if not session.closed.done():
+        await asyncio.wait({session.closed}, timeout=EOF_USUALLY_FOLLOWS_S)
+    limit = session.received + AFTER_EXIT_LIMIT
+    quiet = 0
+    while not (session.closed.done() or session.eof) and quiet < 2 and session.received < limit:  # noqa: PLR2004 - two pings
+        before = session.received
+        ping = asyncio.ensure_future(guard.ping())
+        try:
+            await asyncio.wait({ping, session.closed, abandoned}, return_when=asyncio.FIRST_COMPLETED)
+            if ping.done():
+                ping.result()
+        except NotStarted as error:
+            raise session.lost("the end of the output could not be proved") from error
+        finally:
+            ping.cancel()
+        quiet = quiet + 1 if session.received == before else 0
+    _raise_if_lost(session, abandoned)
+    if not session.eof and (session.broken or connection.ssh.is_closed()):
+        raise session.lost("the connection was lost before all output had arrived")
+

@@ -1,0 +1,280 @@
+"""Files over SFTP (draft-ietf-secsh-filexfer-02, version 3, what OpenSSH speaks), byte paths, never a half file (F2, F3)."""
+
+import asyncio
+import contextlib
+import posixpath
+import secrets
+import stat
+from collections.abc import AsyncIterator, Sequence
+
+import asyncssh
+
+from asp import errors
+from asp.ssh import exec as remote
+from asp.ssh.connection import Connection
+from asp.ssh.script import quote
+from asp.transport import MAX_READ_BYTES, DirEntry, FileKind, FileStat
+
+CHUNK = 1 << 20
+"""Bytes asked for at a time; asyncssh splits it into requests of the server's size and joins short answers."""
+
+LINK_LIMIT = 40
+"""As Linux: more links in one path are a loop (ELOOP, path_resolution(7))."""
+
+NEW_FILE_MODE = 0o644
+"""umask 022, whatever umask the SFTP server was started with (Harbor's has 0077)."""
+
+_COMMIT_TIMEOUT_S = 60.0
+
+
+async def _client(connection: Connection) -> asyncssh.SFTPClient:
+    """Return the connection's SFTP client; opened once. Raises ExecNotAllowed when the server has no SFTP."""
+    async with connection.sftp_lock:
+        if connection.sftp is None:
+            try:
+                connection.sftp = await connection.ssh.start_sftp_client(path_encoding=None)
+            except asyncssh.ChannelOpenError as error:
+                if connection.ssh.is_closed():
+                    msg = "the connection ended before the file was touched"
+                    raise errors.NotStarted(msg) from error
+                msg = f"the server offers no SFTP, which the file verbs need: {errors.quoted(error.reason)}"
+                raise errors.ExecNotAllowed(msg) from error
+            except asyncssh.SFTPError as error:
+                msg = f"the server's SFTP does not speak SFTP (does a login file print?): {errors.quoted(error.reason)}"
+                raise errors.LoginShellFailed(msg) from error
+        return connection.sftp
+
+
+def _text(path: bytes) -> str:
+    return path.decode("utf-8", "surrogateescape")
+
+
+def _kind(attrs: asyncssh.SFTPAttrs) -> FileKind:
+    mode = attrs.permissions
+    if mode is None:
+        return FileKind.SPECIAL
+    if stat.S_ISREG(mode):
+        return FileKind.FILE
+    if stat.S_ISDIR(mode):
+        return FileKind.DIRECTORY
+    return FileKind.SYMLINK if stat.S_ISLNK(mode) else FileKind.SPECIAL
+
+
+@contextlib.asynccontextmanager
+async def _errors_of(connection: Connection, path: bytes, shown: str) -> AsyncIterator[asyncssh.SFTPClient]:
+    """Give the SFTP client; turn its errors into ours. ``path`` is absolute, ``shown`` is how the caller wrote it."""
+    sftp = await _client(connection)
+    try:
+        yield sftp
+    except (asyncssh.SFTPConnectionLost, asyncssh.SFTPNoConnection, asyncssh.ConnectionLost) as error:
+        msg = f"the connection was lost while {shown!r} was used"
+        raise errors.ConnectionLost(msg) from error
+    except asyncssh.SFTPError as error:
+        raise await _explain(sftp, path, shown, error) from error
+
+
+async def _explain(sftp: asyncssh.SFTPClient, path: bytes, shown: str, error: asyncssh.SFTPError) -> errors.AspError:
+    """Tell path errors apart: version 3 has one code for "no such file, not a directory, loop" and one for all the rest."""
+    try:
+        if isinstance(error, asyncssh.SFTPPermissionDenied):
+            return errors.PathDenied(shown)
+        if isinstance(error, asyncssh.SFTPNoSpaceOnFilesystem | asyncssh.SFTPQuotaExceeded):
+            return errors.NoSpace(shown)
+        prefix = b"/"
+        for part in path.split(b"/")[1:-1]:
+            prefix = posixpath.join(prefix, part)
+            if await sftp.exists(prefix) and not await sftp.isdir(prefix):
+                return errors.PathNotDirectory(shown)
+        if await sftp.lexists(path):
+            if await sftp.islink(path) and not await sftp.exists(path):
+                target = await _resolve(sftp, path, shown)
+                return errors.PathMissing(shown) if not await sftp.lexists(target) else errors.PathLoop(shown)
+            if await sftp.isdir(path):
+                return errors.PathIsDirectory(shown)
+            if isinstance(error, asyncssh.SFTPFailure) and await _is_full(sftp, path):
+                return errors.NoSpace(shown)
+        elif isinstance(error, asyncssh.SFTPNoSuchFile | asyncssh.SFTPNoSuchPath):
+            return errors.PathMissing(shown)
+    except errors.RemotePathError as found:
+        return found
+    except asyncssh.SFTPError:
+        pass
+    return errors.RemotePathError(shown, f"the server refused: {errors.quoted(error.reason)}")
+
+
+async def _is_full(sftp: asyncssh.SFTPClient, path: bytes) -> bool:
+    with contextlib.suppress(asyncssh.SFTPError):
+        space = await sftp.statvfs(posixpath.dirname(path))
+        return space.bavail == 0 or space.favail == 0
+    return False
+
+
+async def _resolve(sftp: asyncssh.SFTPClient, path: bytes, shown: str) -> bytes:
+    """Follow the last component's links by hand, so that a link to nothing names the file to make. Raises PathLoop."""
+    for _ in range(LINK_LIMIT):
+        if not await sftp.islink(path):
+            return path
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(path), await sftp.readlink(path)))
+    raise errors.PathLoop(shown)
+
+
+async def read(connection: Connection, path: bytes, shown: str, *, offset: int, max_bytes: int | None) -> bytes:
+    """Read a regular file; see :meth:`asp.transport.Transport.read`."""
+    limit = MAX_READ_BYTES if max_bytes is None else max_bytes
+    data = bytearray()
+    async with _errors_of(connection, path, shown) as sftp:
+        kind = _kind(await sftp.stat(path))
+        if kind is FileKind.DIRECTORY:
+            raise errors.PathIsDirectory(shown)
+        if kind is not FileKind.FILE:
+            raise errors.PathSpecial(shown)
+        async with sftp.open(path, "rb") as file:
+            # To the end, not to the size: a size of 0 (/proc) and short answers are normal.
+            while len(data) <= limit:
+                piece = await file.read(min(CHUNK, limit + 1 - len(data)), offset + len(data))
+                if not piece:
+                    break
+                data += piece
+    if max_bytes is None and len(data) > limit:
+        raise errors.FileTooLarge(shown, f"larger than {limit >> 20} MiB; read a part of it")
+    return bytes(data[:limit])
+
+
+async def look(connection: Connection, path: bytes, shown: str, *, follow: bool) -> FileStat:
+    """Return what a path is; see :meth:`asp.transport.Transport.stat`."""
+    async with _errors_of(connection, path, shown) as sftp:
+        attrs = await (sftp.stat(path) if follow else sftp.lstat(path))
+    return FileStat(_kind(attrs), attrs.size or 0, stat.S_IMODE(attrs.permissions or 0), float(attrs.mtime or 0))
+
+
+async def names(connection: Connection, path: bytes, shown: str, *, max_entries: int) -> Sequence[DirEntry]:
+    """List a directory; see :meth:`asp.transport.Transport.list`."""
+    found: list[DirEntry] = []
+    async with _errors_of(connection, path, shown) as sftp:
+        if _kind(await sftp.stat(path)) is not FileKind.DIRECTORY:
+            raise errors.PathNotDirectory(shown)
+        async for entry in sftp.scandir(path):
+            name = entry.filename if isinstance(entry.filename, bytes) else entry.filename.encode()
+            if name in {b".", b".."} or b"/" in name or not name:
+                continue  # a name with a slash would point elsewhere: a hostile server's
+            found.append(DirEntry(name, _kind(entry.attrs)))
+            if len(found) >= max_entries * 4:  # bounded, whatever an endless directory sends
+                break
+    return sorted(found, key=lambda entry: entry.name)[:max_entries]
+
+
+async def write(connection: Connection, path: bytes, shown: str, data: bytes) -> None:
+    """Write a file whole or not at all; see :meth:`asp.transport.Transport.write`."""
+    guard = await connection.live_guard()
+    async with _errors_of(connection, path, shown) as sftp:
+        target = await _resolve(sftp, path, shown)
+        old = await sftp.stat(target) if await sftp.exists(target) else None
+        if old is not None and _kind(old) is FileKind.DIRECTORY:
+            raise errors.PathIsDirectory(shown)
+        if old is not None and _kind(old) is not FileKind.FILE:
+            raise errors.PathSpecial(shown)
+        if old is not None and not await _may_write(sftp, target):
+            raise errors.PathDenied(shown)
+        folder = posixpath.dirname(target)
+        # In the same directory, so that the rename is one step; the name tells nothing.
+        temporary = posixpath.join(folder, b"." + secrets.token_hex(8).encode())
+        connection.temporary_files += 1
+        try:
+            await guard.remove_if_cut(temporary)
+            try:
+                await _fill(sftp, temporary, data, stat.S_IMODE(old.permissions or 0) if old is not None else NEW_FILE_MODE)
+            except (asyncssh.SFTPNoSuchFile, asyncssh.SFTPNoSuchPath):
+                await sftp.makedirs(folder, exist_ok=True)
+                await _fill(sftp, temporary, data, NEW_FILE_MODE)
+            try:
+                await _commit(connection, sftp, temporary, target, old)
+            except BaseException:
+                with contextlib.suppress(asyncssh.SFTPError):
+                    await asyncio.shield(sftp.remove(temporary))
+                raise
+        finally:
+            connection.temporary_files -= 1
+            if not connection.temporary_files:
+                guard.keep_all()
+
+
+async def _may_write(sftp: asyncssh.SFTPClient, target: bytes) -> bool:
+    """A rename would replace a read-only file; a write must be refused as any local program's would be."""
+    try:
+        async with sftp.open(target, asyncssh.FXF_WRITE, encoding=None):
+            return True
+    except asyncssh.SFTPPermissionDenied:
+        return False
+
+
+async def _fill(sftp: asyncssh.SFTPClient, temporary: bytes, data: bytes, mode: int) -> None:
+    """Write a new file and give it its mode, or leave none."""
+    flags = asyncssh.FXF_WRITE | asyncssh.FXF_CREAT | asyncssh.FXF_EXCL
+    try:
+        async with sftp.open(temporary, flags, asyncssh.SFTPAttrs(permissions=0o600), encoding=None) as file:
+            await file.write(data, 0)
+            await file.setstat(asyncssh.SFTPAttrs(permissions=mode))
+            with contextlib.suppress(asyncssh.SFTPOpUnsupported):
+                await file.fsync()
+    except (asyncssh.SFTPNoSuchFile, asyncssh.SFTPNoSuchPath):
+        raise
+    except BaseException:
+        with contextlib.suppress(asyncssh.SFTPError):
+            await asyncio.shield(sftp.remove(temporary))
+        raise
+
+
+async def _commit(
+    connection: Connection, sftp: asyncssh.SFTPClient, temporary: bytes, target: bytes, old: asyncssh.SFTPAttrs | None,
+) -> None:
+    """Put the new content in place; keep owner and hard links of what was there."""
+    if old is not None and not await _can_replace(connection, sftp, temporary, target, old):
+        await _overwrite(connection, temporary, target)
+        await sftp.remove(temporary)
+        return
+    try:
+        await sftp.posix_rename(temporary, target)
+    except asyncssh.SFTPOpUnsupported:
+        if old is not None:  # version 3 rename does not replace; the in-place copy is whole or undone
+            await _overwrite(connection, temporary, target)
+            await sftp.remove(temporary)
+        else:
+            await sftp.rename(temporary, target)
+
+
+async def _can_replace(
+    connection: Connection, sftp: asyncssh.SFTPClient, temporary: bytes, target: bytes, old: asyncssh.SFTPAttrs,
+) -> bool:
+    """Whether a rename keeps what must be kept: one hard link only, and the same owner (root gives it away)."""
+    new = await sftp.stat(temporary)
+    if (new.uid, new.gid) != (old.uid, old.gid):
+        try:
+            await sftp.setstat(temporary, asyncssh.SFTPAttrs(uid=old.uid, gid=old.gid))
+            await sftp.setstat(temporary, asyncssh.SFTPAttrs(permissions=stat.S_IMODE(old.permissions or 0)))
+        except asyncssh.SFTPError:
+            return False
+    # SFTP version 3 does not tell the number of links; POSIX ls does, in its second field.
+    listing = await _shell(connection, b"LC_ALL=C ls -ldn -- " + quote(target))
+    fields = listing.split()
+    return len(fields) > 1 and fields[1] == b"1"
+
+
+async def _overwrite(connection: Connection, temporary: bytes, target: bytes) -> None:
+    """Copy in place, in the sandbox, so that a cut connection cannot leave a half file; undo it if the disk is full."""
+    script = (
+        b"trap '' TERM HUP; t=%s; f=%s; umask 077; cp -- \"$f\" \"$t.o\" || exit 1; "
+        b'if cat -- "$t" >"$f"; then rm -f -- "$t.o"; else cat -- "$t.o" >"$f"; rm -f -- "$t.o"; exit 1; fi'
+    ) % (quote(temporary), quote(target))
+    await _shell(connection, script)
+
+
+async def _shell(connection: Connection, script: bytes) -> bytes:
+    result = await remote.run(
+        connection,
+        remote.Command(script, b"/", None, None, merge_streams=False, timeout_s=_COMMIT_TIMEOUT_S, keep_bytes=4096,
+                       on_output=None),
+    )  # fmt: skip
+    if result.status != 0:
+        full = b"o space left" in result.stderr
+        raise (asyncssh.SFTPNoSpaceOnFilesystem if full else asyncssh.SFTPFailure)(result.stderr.decode("utf-8", "replace"))
+    return result.stdout

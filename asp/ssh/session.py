@@ -1,0 +1,307 @@
+"""One SSH session channel: from login noise to READY, then the output of one command, then how it ended.
+
+No stream objects of asyncssh: a small session class costs about half their CPU, and it sees every state that E5 and E7
+need (data, EOF, exit status, exit signal, closed).
+"""
+
+import asyncio
+import secrets
+from collections import deque
+from collections.abc import Callable
+
+import asyncssh
+
+from asp.errors import ConnectionLost, ExecNotAllowed, LoginShellFailed, NotStarted, WorkspaceMissing, quoted
+from asp.ssh.script import LOGIN, NONCE_BYTES
+from asp.transport import OnOutput, Stream
+
+READY_TIMEOUT_S = 20.0
+"""How long a login shell may take to become ready (slow rc files)."""
+
+OPEN_TRIES = 6
+OPEN_BACKOFF_S = 0.02
+"""A refused channel open was never sent, so it may be tried again: dropbear refuses 3 to 21 % of concurrent ones."""
+
+NOISE_LIMIT = 1 << 16
+"""Login noise that is kept for an error message; the search for READY looks at the last bytes only."""
+
+PAUSE_ABOVE = 1 << 20
+"""Bytes that wait for a slow receiver before the server is made to wait."""
+
+
+class Tail:
+    """The last ``keep`` bytes of a stream, and how many there were in all."""
+
+    __slots__ = ("_kept", "keep", "total")
+
+    def __init__(self, keep: int) -> None:
+        """Keep at most ``keep`` bytes."""
+        self.keep = keep
+        self.total = 0
+        self._kept = bytearray()
+
+    def add(self, data: bytes) -> None:
+        """Append; trimmed at twice the size, so that the cost is amortised."""
+        self.total += len(data)
+        self._kept += data
+        if len(self._kept) > 2 * self.keep:
+            del self._kept[: len(self._kept) - self.keep]
+
+    def bytes(self) -> bytes:
+        """Return what is kept."""
+        return bytes(self._kept[-self.keep :]) if self.keep else b""
+
+
+class Session(asyncssh.SSHClientSession[bytes]):
+    """The client's end of one session channel."""
+
+    def __init__(self, *, marks_both_streams: bool = True) -> None:
+        """Make a new nonce; nothing is sent yet. A guard says READY on stdout only."""
+        self.nonce = secrets.token_hex(NONCE_BYTES)
+        self.pid: int | None = None
+        self.ready_words: list[bytes] = []
+        self.exit_status: int | None = None
+        self.exit_signal: str | None = None
+        self.eof = False
+        self.broken = False
+        self.received = 0
+        self.on_line: Callable[[bytes], None] | None = None
+        self._line = bytearray()
+        loop = asyncio.get_running_loop()
+        self.exited: asyncio.Future[None] = loop.create_future()
+        self.closed: asyncio.Future[None] = loop.create_future()
+        self._ready: asyncio.Future[None] = loop.create_future()
+        self._noise = {Stream.STDOUT: bytearray(), Stream.STDERR: bytearray()}
+        self._marked: set[Stream] = set()
+        self._both_marks = marks_both_streams
+        self.outputs = {Stream.STDOUT: Tail(0), Stream.STDERR: Tail(0)}
+        self._on_output: OnOutput | None = None
+        self._pieces: deque[tuple[Stream, bytes]] = deque()
+        self._waiting_bytes = 0
+        self._passer: asyncio.Task[None] | None = None
+        self._more = asyncio.Event()
+        self._finishing = False
+        self._paused = False
+        self.channel: asyncssh.SSHClientChannel[bytes] | None = None
+
+    async def wait_ready(self) -> None:
+        """Return when READY has come. Raises LoginShellFailed, WorkspaceMissing or NotStarted."""
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                await asyncio.shield(self._ready)
+        except TimeoutError as error:
+            self.close()
+            msg = f"the login shell did not become ready in {READY_TIMEOUT_S:.0f} s{self._said()}"
+            raise LoginShellFailed(msg) from error
+        except BaseException:
+            self.close()
+            raise
+
+    def _said(self) -> str:
+        noise = bytes(self._noise[Stream.STDERR].strip() or self._noise[Stream.STDOUT].strip())
+        return f"; it said {quoted(noise)}" if noise else ""
+
+    def write(self, data: bytes) -> None:
+        """Send bytes to the session's stdin. On a closed channel they go nowhere; the caller sees that by ``closed``."""
+        if self.channel is not None and not self.closed.done():
+            try:
+                self.channel.write(data)
+            except OSError:
+                return
+
+    def write_eof(self) -> None:
+        """End the session's stdin."""
+        if self.channel is not None and not self.closed.done():
+            try:
+                self.channel.write_eof()
+            except OSError:
+                return
+
+    def close(self) -> None:
+        """Give the channel back."""
+        if self.channel is not None and not self.closed.done():
+            self.channel.close()
+
+    # -- the command's output --------------------------------------------------------------------------------------
+
+    def collect(self, keep_bytes: int, on_output: OnOutput | None) -> None:
+        """Say what to do with output; called once, before the command line is written."""
+        self.outputs = {Stream.STDOUT: Tail(keep_bytes), Stream.STDERR: Tail(keep_bytes)}
+        self._on_output = on_output
+        if on_output is not None:
+            self._passer = asyncio.create_task(self._pass_on(on_output))
+
+    async def _pass_on(self, on_output: OnOutput) -> None:
+        while True:
+            while self._pieces:
+                stream, data = self._pieces.popleft()
+                await on_output(stream, data)
+                self._waiting_bytes -= len(data)
+                if self._paused and self._waiting_bytes < PAUSE_ABOVE // 2:
+                    self._paused = False
+                    if self.channel is not None:
+                        self.channel.resume_reading()
+            self._more.clear()
+            if self.closed.done() or self._finishing:
+                return
+            await self._more.wait()
+
+    async def passed_on(self) -> None:
+        """Return when the receiver has taken all that arrived. Raises what the receiver raised."""
+        if self._passer is not None:
+            self._finishing = True
+            self._more.set()
+            passer, self._passer = self._passer, None
+            await passer
+
+    def drop_receiver(self) -> None:
+        """Pass nothing on any more (the call was cancelled)."""
+        if self._passer is not None:
+            self._passer.cancel()
+            self._passer = None
+        self._on_output = None
+        self._pieces.clear()
+        if self._paused and self.channel is not None and not self.closed.done():
+            self._paused = False
+            self.channel.resume_reading()
+
+    @property
+    def receiver(self) -> asyncio.Task[None] | None:
+        """The task that passes output on, so that its failure can end the call."""
+        return self._passer
+
+    def _take(self, stream: Stream, data: bytes) -> None:
+        self.received += len(data)
+        if self.on_line is not None:
+            self._line += data
+            *lines, rest = self._line.split(b"\n")
+            self._line = bytearray(rest[-NOISE_LIMIT:])
+            for line in lines:
+                self.on_line(bytes(line))
+            return
+        self.outputs[stream].add(data)
+        if self._on_output is None:
+            return
+        self._pieces.append((stream, data))
+        self._waiting_bytes += len(data)
+        self._more.set()
+        if self._waiting_bytes > PAUSE_ABOVE and not self._paused and self.channel is not None:
+            self._paused = True
+            self.channel.pause_reading()
+
+    def _look_for_ready(self, stream: Stream, data: bytes) -> bytes:
+        """Drop login noise; return what comes after the mark."""
+        noise = self._noise[stream]
+        noise += data
+        mark = noise.find(self.nonce.encode())
+        end = noise.find(b"\n", mark) if mark >= 0 else -1
+        if end < 0:
+            if mark < 0 and len(noise) > NOISE_LIMIT:
+                del noise[: len(noise) - NOISE_LIMIT // 2]
+            return b""
+        words = bytes(noise[mark:end]).split()
+        rest = bytes(noise[end + 1 :])
+        del noise[mark:]
+        self._marked.add(stream)
+        if stream is Stream.STDOUT:
+            self.ready_words = words
+            if words[1:2] == [b"R"] and len(words) > 2 and words[2].isdigit():  # noqa: PLR2004 - NONCE R PID
+                self.pid = int(words[2])
+            else:
+                self._marked.add(Stream.STDERR)  # NONCE D comes on stdout only
+        if len(self._marked) == (2 if self._both_marks else 1) and not self._ready.done():
+            if self.pid is None:
+                msg = "the working directory does not exist in the sandbox, or may not be entered"
+                self._ready.set_exception(WorkspaceMissing(msg))
+            else:
+                self._ready.set_result(None)
+        return rest
+
+    # -- called by asyncssh ----------------------------------------------------------------------------------------
+
+    def connection_made(self, chan: asyncssh.SSHClientChannel[bytes]) -> None:
+        """Keep the channel."""
+        self.channel = chan
+
+    def data_received(self, data: bytes, datatype: int | None) -> None:
+        """Sort a piece of output."""
+        stream = Stream.STDERR if datatype == asyncssh.EXTENDED_DATA_STDERR else Stream.STDOUT
+        if stream not in self._marked and (self._both_marks or stream is Stream.STDOUT):
+            data = self._look_for_ready(stream, data)
+        if data:
+            self._take(stream, data)
+
+    def eof_received(self) -> bool:
+        """Remember that all output has come; let asyncssh close our side when the server closes."""
+        self.eof = True
+        return True
+
+    def exit_status_received(self, status: int) -> None:
+        """Remember the status."""
+        self.exit_status = status
+        self._has_exited()
+
+    def exit_signal_received(self, signal: str, core_dumped: bool, msg: str, lang: str) -> None:  # noqa: FBT001
+        """Remember the signal; names outside RFC 4254 come as NAME@domain."""
+        self.exit_signal = signal.partition("@")[0].removeprefix("SIG")
+        self._has_exited()
+
+    def _has_exited(self) -> None:
+        if not self.exited.done():
+            self.exited.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The channel is closed, or the connection under it is gone."""
+        if not self.closed.done():
+            self.closed.set_result(None)
+        self.broken = exc is not None
+        self._has_exited()
+        if not self._ready.done():
+            if exc is not None:
+                error: NotStarted = NotStarted("the connection ended before the command was sent")
+            else:
+                status = "without a status" if self.exit_status is None else f"with status {self.exit_status}"
+                error = LoginShellFailed(f"the login shell ended {status} before it was ready{self._said()}")
+            self._ready.set_exception(error)
+            self._ready.exception()  # it may be that nobody waits any more
+        if self._passer is not None:
+            self._more.set()
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def lost(self, why: str) -> ConnectionLost:
+        """Return the error for an outcome that is unknown, with the output that had come."""
+        return ConnectionLost(
+            f"{why}; the command's outcome is unknown and it may have run",
+            stdout=self.outputs[Stream.STDOUT].bytes(), stderr=self.outputs[Stream.STDERR].bytes(),
+        )  # fmt: skip
+
+
+async def open_session(
+    connection: asyncssh.SSHClientConnection, boot: Callable[[str], bytes], *, marks_both_streams: bool = True,
+) -> Session:
+    """Open a session channel, send the boot line that ``boot`` makes of the nonce, return the READY session.
+
+    Raises ExecNotAllowed, LoginShellFailed, WorkspaceMissing, or NotStarted if the connection ended. In every case no
+    command line was written, so the caller may try again (E2).
+    """
+    for attempt in range(OPEN_TRIES):
+        session = Session(marks_both_streams=marks_both_streams)
+        try:
+            await connection.create_session(lambda session=session: session, LOGIN, encoding=None)  # type: ignore[misc]
+        except asyncssh.ChannelOpenError as error:
+            if not connection.is_closed():
+                if attempt < OPEN_TRIES - 1:
+                    await asyncio.sleep(OPEN_BACKOFF_S * 2**attempt)
+                    continue
+                msg = f"the server refuses to run commands or to open one more session: {quoted(error.reason)}"
+                raise ExecNotAllowed(msg) from error
+            msg = "the connection ended before a session could be opened"
+            raise NotStarted(msg) from error
+        except (OSError, asyncssh.Error) as error:
+            msg = "the connection ended before a session could be opened"
+            raise NotStarted(msg) from error
+        break
+    session.write(boot(session.nonce))
+    await session.wait_ready()
+    return session

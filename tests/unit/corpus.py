@@ -1,0 +1,80 @@
+"""Scripts whose result over SSH must equal that of ``bash -c --`` byte for byte (the prototype's corpus)."""
+
+import re
+
+ALL_BYTES = bytes(byte for byte in range(1, 256) if byte != 39)
+
+SCRIPTS: list[bytes] = [
+    b"echo hi; echo err >&2; exit 3",
+    b"printf '%s\\n' \"a!b\" 'x\\y' \"$HOME\"\n\necho \"t\tq\" 'multi\nline' # c\n",
+    b"printf %s '" + ALL_BYTES + b"' | od -An -tx1",
+    b"cat <<EOF\nhello",
+    b"echo 'abc",
+    b"if",
+    b"echo hi\nif",
+    b"echo a\necho 'b\necho c",
+    b"set -e; false; echo no",
+    b"trap 'echo bye' EXIT; exit 4",
+    b"f(){ return 5; }; f",
+    b"{ return 3; }",
+    b"exec sh -c 'exit 9'",
+    b"set -x; echo a; f(){ echo b; }; f",
+    b"echo $0 $# $-",
+    b'echo "$BASH_EXECUTION_STRING"',
+    b"nosuchcmd",
+    b"echo x\nnosuchcmd",
+    b"/etc/passwd",
+    b"kill -TERM $$",
+    b"kill -INT $$",
+    b"trap 'echo int; exit 3' INT; kill -INT $$",
+    b'echo "[$(cat)]"',
+    b"__b=1; __s=2; __n=3; echo $__b$__s$__n ${__f-unset}",
+    b"set | grep -E '^__'; env | grep __",
+    b"exit 300",
+    b"exit 255",
+    b"umask",
+    b"echo ${BASH_SOURCE-none} $LINENO",
+    b"-foo",
+    b"true;;",
+    b"sh -c 'kill -SEGV $$'",
+    b"caller; echo $BASH_SUBSHELL $SHLVL",
+    b"jobs; wait; echo w",
+    b"sleep 0.1 & wait $!; echo $?",
+    b'read x; echo "r=$? x=$x"',
+    b"echo \xff\x80\xc3 | od -c",
+    b"",
+    b"# x",
+    b"exit",
+    b"false",
+    b"echo a | cat; echo ${PIPESTATUS[@]}",
+    b"trap -p; trap",
+    b"grep -E '^Sig(Ign|Blk|Cgt)' /proc/self/status",
+    b"ls /proc/self/fd",
+    b"echo $OLDPWD $PWD; cd - ; pwd",
+    b"for i in 1 2 3 4 5; do echo o$i; echo e$i >&2; done",
+    b"env | grep -E '^(SSH|MOTD|OLDPWD|MAIL|SHLVL)'",
+    b"x=" + b"y" * 6000 + b"; echo ${#x}; exit 6",
+    b"# " + b"z'\n#" * 29000 + b"\necho end; echo $0; exit 8\n",
+    b"set -u; echo $nope",
+    b"echo ${x:?boom}; echo no",
+    b"kill -9 $$",
+    b"kill -PIPE $$",
+    b"alias",
+    b"exec 3>&1; echo q >&3",
+    b"shopt -s expand_aliases; alias ll='echo L'\nll",
+    b'echo "a\\\nb"',
+    b"eval 'if'",
+    b". /nonexistent",
+    b"function g { local -r z=1; z=2; }; g; echo after",
+    b"printf '%s' '" + b"\n" * 300 + b"' | wc -l",
+    b"echo 'a'\\''b' \"it's\" $'q\\'q'",
+    b"printf 'no newline at the end'",
+    b"printf '\\r\\n\\0x\\033[31m' | od -c",
+]
+
+_PIDS = re.compile(rb"line (\d+): +\d+ (Segmentation|Killed|Terminated)")
+
+
+def without_pids(text: bytes) -> bytes:
+    """Replace the process ids in the shell's own messages."""
+    return _PIDS.sub(rb"line \1: PID \2", text)
