@@ -72,16 +72,14 @@ class Connection:
         return self._closing or self.ssh.is_closed()
 
     def _watch(self, guard: Guard) -> None:
-        guard.died.add_done_callback(lambda _died: self._guard_died())
+        guard.dead.add_done_callback(lambda _dead: self._guard_died(guard))
 
-    def _guard_died(self) -> None:
-        """The agent may kill our guard. What ran under it is killed and reported, and a new guard takes over."""
-        if self.closed:
-            return
-        orphans = dict(self.running)
-        self._replacing = asyncio.create_task(self._replace_guard(orphans))
+    def _guard_died(self, guard: Guard) -> None:
+        """The agent may kill or stop our guard. What ran under it is killed and reported, and a new guard takes over."""
+        if guard is self.guard and not self.closed and (self._replacing is None or self._replacing.done()):
+            self._replacing = asyncio.create_task(self._replace_guard(guard, dict(self.running)))
 
-    async def _replace_guard(self, orphans: dict[Session, "asyncio.Future[None]"]) -> None:
+    async def _replace_guard(self, dead: Guard, orphans: dict[Session, "asyncio.Future[None]"]) -> None:
         # The drains of the dead guard may have been continued by the kernel (SIGCONT to an orphaned group) and eat output
         # that belongs to a result: so what ran is killed and its outcome reported as unknown, never as a success.
         try:
@@ -90,6 +88,7 @@ class Connection:
             self.ssh.abort()
             return
         self._watch(self.guard)
+        self.guard.kill(dead.pid)  # it may only have been stopped
         for session, abandoned in orphans.items():
             if session.pid is not None:
                 self.guard.kill(session.pid)
@@ -98,12 +97,12 @@ class Connection:
 
     async def live_guard(self) -> Guard:
         """Return a guard that lives; without one no command starts (E6). Raises NotStarted."""
-        if self._replacing is not None:
+        while self.guard.dead.done():
+            self._guard_died(self.guard)
+            if self._replacing is None or self.closed:
+                msg = "the guard of this connection ended"
+                raise NotStarted(msg)
             await asyncio.shield(self._replacing)
-            self._replacing = None
-        if self.guard.died.done():
-            msg = "the guard of this connection ended"
-            raise NotStarted(msg)
         return self.guard
 
     async def close(self) -> None:

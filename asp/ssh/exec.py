@@ -59,11 +59,8 @@ async def run(connection: Connection, command: Command) -> ExecResult:
         try:
             await guard.register(session.pid)
             return await _follow(connection, guard, session, abandoned, command, text)
-        except asyncio.CancelledError:
+        except BaseException:  # cancelled, lost, or the receiver failed: in every case it must not live on
             _abandon(connection, session)
-            raise
-        except BaseException:
-            session.close()
             raise
         finally:
             if session not in connection.abandoned:
@@ -130,7 +127,7 @@ async def _ended(session: Session, abandoned: "asyncio.Future[None]", timeout_s:
         return False
     _raise_if_lost(session, abandoned)
     if receiver is not None and receiver in done and not session.exited.done():
-        raise asyncio.CancelledError from receiver.exception()
+        await receiver
     return True
 
 
@@ -155,6 +152,7 @@ async def _all_output(
     limit = session.received + AFTER_EXIT_LIMIT
     quiet = 0
     while not (session.closed.done() or session.eof) and quiet < 2 and session.received < limit:  # noqa: PLR2004 - two pings
+        await session.flowing()  # the barrier holds for a client that keeps reading
         before = session.received
         ping = asyncio.ensure_future(guard.ping())
         try:
@@ -165,7 +163,7 @@ async def _all_output(
             raise session.lost("the end of the output could not be proved") from error
         finally:
             ping.cancel()
-        quiet = quiet + 1 if session.received == before else 0
+        quiet = quiet + 1 if session.received == before and not session.paused else 0
     _raise_if_lost(session, abandoned)
     if not session.eof and (session.broken or connection.ssh.is_closed()):
         raise session.lost("the connection was lost before all output had arrived")

@@ -83,13 +83,15 @@ async def _explain(sftp: asyncssh.SFTPClient, path: bytes, shown: str, error: as
         prefix = b"/"
         for part in path.split(b"/")[1:-1]:
             prefix = posixpath.join(prefix, part)
-            if await sftp.exists(prefix) and not await sftp.isdir(prefix):
+            kind = await _kind_or_none(sftp, prefix)
+            if kind is not None and kind is not FileKind.DIRECTORY:
                 return errors.PathNotDirectory(shown)
         if await sftp.lexists(path):
-            if await sftp.islink(path) and not await sftp.exists(path):
+            kind = await _kind_or_none(sftp, path)
+            if kind is None and await sftp.islink(path):
                 target = await _resolve(sftp, path, shown)
-                return errors.PathMissing(shown) if not await sftp.lexists(target) else errors.PathLoop(shown)
-            if await sftp.isdir(path):
+                return errors.PathLoop(shown) if await sftp.lexists(target) else errors.PathMissing(shown)
+            if kind is FileKind.DIRECTORY:
                 return errors.PathIsDirectory(shown)
             if isinstance(error, asyncssh.SFTPFailure) and await _is_full(sftp, path):
                 return errors.NoSpace(shown)
@@ -100,6 +102,13 @@ async def _explain(sftp: asyncssh.SFTPClient, path: bytes, shown: str, error: as
     except asyncssh.SFTPError:
         pass
     return errors.RemotePathError(shown, f"the server refused: {errors.quoted(error.reason)}")
+
+
+async def _kind_or_none(sftp: asyncssh.SFTPClient, path: bytes) -> FileKind | None:
+    try:
+        return _kind(await sftp.stat(path))
+    except asyncssh.SFTPError:
+        return None
 
 
 async def _is_full(sftp: asyncssh.SFTPClient, path: bytes) -> bool:
@@ -168,7 +177,7 @@ async def write(connection: Connection, path: bytes, shown: str, data: bytes) ->
     guard = await connection.live_guard()
     async with _errors_of(connection, path, shown) as sftp:
         target = await _resolve(sftp, path, shown)
-        old = await sftp.stat(target) if await sftp.exists(target) else None
+        old = await sftp.stat(target) if await sftp.lexists(target) else None
         if old is not None and _kind(old) is FileKind.DIRECTORY:
             raise errors.PathIsDirectory(shown)
         if old is not None and _kind(old) is not FileKind.FILE:

@@ -18,7 +18,7 @@ GRACE_TENTHS = 20
 
 
 class Guard:
-    """A live guard session. ``died`` is done when it ends for whatever reason."""
+    """A guard session. ``dead`` is done when it has ended for whatever reason, or does not answer any more."""
 
     def __init__(self, session: Session) -> None:
         """Listen to a READY guard session; use :meth:`start`."""
@@ -26,9 +26,10 @@ class Guard:
         self._answers: dict[str, asyncio.Future[None]] = {}
         self._tokens = 0
         self.same_host = session.ready_words[3:4] == [b"here"]
-        self.died = session.closed
+        self.pid = session.pid or 0
+        self.dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._session.on_line = self._answered
-        session.closed.add_done_callback(lambda _closed: self._fail_all())
+        session.closed.add_done_callback(lambda _closed: self._die())
 
     @classmethod
     async def start(cls, connection: asyncssh.SSHClientConnection, same_host_path: bytes) -> "Guard":
@@ -43,7 +44,9 @@ class Guard:
         if answer is not None and not answer.done():
             answer.set_result(None)
 
-    def _fail_all(self) -> None:
+    def _die(self) -> None:
+        if not self.dead.done():
+            self.dead.set_result(None)
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(NotStarted("the guard of this connection ended"))
@@ -52,7 +55,7 @@ class Guard:
 
     async def _ask(self, key: str, rest: bytes = b"") -> None:
         """Send a request and wait for its answer. Raises NotStarted if there is none: the guard is dead."""
-        if self.died.done():
+        if self.dead.done():
             msg = "the guard of this connection ended"
             raise NotStarted(msg)
         answer = asyncio.get_running_loop().create_future()
@@ -62,7 +65,7 @@ class Guard:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 await answer
         except TimeoutError as error:
-            self._session.close()
+            self._die()
             msg = f"the guard of this connection did not answer in {ANSWER_TIMEOUT_S:.0f} s"
             raise NotStarted(msg) from error
         finally:
@@ -103,7 +106,7 @@ class Guard:
 
     async def wait_closed(self, timeout_s: float) -> None:
         """Wait until it has ended, at most ``timeout_s`` seconds."""
-        await asyncio.wait({self.died}, timeout=timeout_s)
+        await asyncio.wait({self.dead}, timeout=timeout_s)
 
 
 def guard_lost(session: Session) -> ConnectionLost:

@@ -81,7 +81,8 @@ class Session(asyncssh.SSHClientSession[bytes]):
         self._passer: asyncio.Task[None] | None = None
         self._more = asyncio.Event()
         self._finishing = False
-        self._paused = False
+        self._flowing = asyncio.Event()
+        self._flowing.set()
         self.channel: asyncssh.SSHClientChannel[bytes] | None = None
 
     async def wait_ready(self) -> None:
@@ -137,10 +138,8 @@ class Session(asyncssh.SSHClientSession[bytes]):
                 stream, data = self._pieces.popleft()
                 await on_output(stream, data)
                 self._waiting_bytes -= len(data)
-                if self._paused and self._waiting_bytes < PAUSE_ABOVE // 2:
-                    self._paused = False
-                    if self.channel is not None:
-                        self.channel.resume_reading()
+                if self._waiting_bytes < PAUSE_ABOVE // 2:
+                    self._resume()
             self._more.clear()
             if self.closed.done() or self._finishing:
                 return
@@ -161,9 +160,7 @@ class Session(asyncssh.SSHClientSession[bytes]):
             self._passer = None
         self._on_output = None
         self._pieces.clear()
-        if self._paused and self.channel is not None and not self.closed.done():
-            self._paused = False
-            self.channel.resume_reading()
+        self._resume()
 
     @property
     def receiver(self) -> asyncio.Task[None] | None:
@@ -185,9 +182,31 @@ class Session(asyncssh.SSHClientSession[bytes]):
         self._pieces.append((stream, data))
         self._waiting_bytes += len(data)
         self._more.set()
-        if self._waiting_bytes > PAUSE_ABOVE and not self._paused and self.channel is not None:
-            self._paused = True
+        if self._waiting_bytes > PAUSE_ABOVE and self._flowing.is_set() and self.channel is not None:
+            self._flowing.clear()
             self.channel.pause_reading()
+
+    def _resume(self) -> None:
+        if not self._flowing.is_set():
+            self._flowing.set()
+            if self.channel is not None and not self.closed.done():
+                self.channel.resume_reading()
+
+    @property
+    def paused(self) -> bool:
+        """Whether the server is made to wait: then output may be on its way that ``received`` does not count."""
+        return not self._flowing.is_set()
+
+    async def flowing(self) -> None:
+        """Return when nothing waits for the receiver. Raises what the receiver raised."""
+        while self.paused and self._passer is not None:
+            resumed = asyncio.ensure_future(self._flowing.wait())
+            try:
+                await asyncio.wait({resumed, self._passer}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                resumed.cancel()
+            if self._passer.done():
+                await self._passer
 
     def _look_for_ready(self, stream: Stream, data: bytes) -> bytes:
         """Drop login noise; return what comes after the mark."""

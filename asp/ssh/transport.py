@@ -56,17 +56,11 @@ class SSHTransport:
         connection = await self.connect()
         try:
             return await verb(connection)
-        except errors.NotStarted:
-            if not connection.closed and not connection.guard.died.done():
+        except errors.NotStarted as error:
+            # Its subclasses tell of a live server's answer; asking again would only give it again.
+            if type(error) is not errors.NotStarted and not connection.closed:
                 raise
-        return await verb(await self._fresh(connection))
-
-    async def _fresh(self, dead: Connection) -> Connection:
-        async with self._opening:
-            if self._connection is dead and dead.guard.died.done():
-                await dead.close()
-                self._connection = None
-        return await self.connect()
+        return await verb(await self.connect())
 
     def _absolute(self, path: SandboxPath) -> bytes:
         raw = path if isinstance(path, bytes) else str(path).encode("utf-8", "surrogateescape")
