@@ -1,7 +1,7 @@
 """The command ``asp``: what needs only a contract.
 
 Each subcommand is one function ``cmd_NAME(args) -> exit status``, registered in :func:`build_parser`. The answer goes
-to stdout, everything else to stderr; a failure is one line and the exit code of its class (L7). asyncssh, asyncio and
+to stdout, everything else to stderr; a failure is one line and the exit code of its class (L7). asyncssh and
 jsonschema are imported by the commands that need them, so that ``asp --help`` is instant.
 """
 
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from asp import hostkey, trust
-from asp.contract import Contract, find, load, local_user
+from asp import hostkey, trust, verbs
+from asp.contract import Contract, find, load, local_user, shown_path
 from asp.errors import AspError, ContractInvalid, ContractUnsafe, ContractUntrusted, IdentityError, UsageError
 from asp.identity import load_identity
 from asp.terminal import printable
@@ -23,6 +23,10 @@ from asp.terminal import printable
 EXIT_FAILED = 1
 EXIT_CONFIGURATION = 2
 EXIT_INTERRUPTED = 130
+
+
+class AnswerLost(AspError):
+    """What was to be printed could not be written."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -36,7 +40,7 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command; each subcommand sets ``run``, from the arguments to an exit status."""
-    parser = _Parser(
+    parser: argparse.ArgumentParser = _Parser(
         prog="asp",
         description="Use a sandbox that .asp.json describes. The contract is found by walking up from here, "
         f"or named by {trust.ENVIRONMENT_VARIABLE}.",
@@ -61,6 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     trust_command.add_argument("path", nargs="?", metavar="PATH", help="the contract, or a folder to look in and above")
     trust_command.set_defaults(run=cmd_trust)
+    verbs.add_to(commands)
     return parser
 
 
@@ -91,37 +96,37 @@ def cmd_check(args: argparse.Namespace) -> int:
     try:
         contract = load(path)
     except (ContractInvalid, ContractUnsafe) as error:
-        print(error)
+        answer(str(error))
         return EXIT_CONFIGURATION
-    shown = printable(str(contract.path), newlines=False)
+    shown = shown_path(contract.path)
     workspace = printable(str(contract.workspace), newlines=False)
-    print(f"{shown}: ok: {contract.endpoint}, workspace {workspace}")
+    answer(f"{shown}: ok: {contract.endpoint}, workspace {workspace}")
     for warning in _warnings(contract):
-        print(f"{shown}: {warning}")
+        answer(f"{shown}: {warning}")
     if args.connect:
         trusted = trust.require(contract, named=_is_named(args.path))
         status = _connect(trusted, allow_same_host=args.allow_same_host)
         if status != 0:
-            print(f"{shown}: {contract.endpoint}: logged in, but a command that does nothing ended with status {status}")
+            answer(f"{shown}: {contract.endpoint}: logged in, but `exit 0` ended with status {status}")
             return EXIT_FAILED
-        print(f"{shown}: ok: {contract.endpoint} ran a command")
+        answer(f"{shown}: ok: {contract.endpoint} ran a command")
     return 0
 
 
 def cmd_trust(args: argparse.Namespace) -> int:
     """Show where a contract leads and remember it. A file that is invalid or that others can write is refused."""
     contract = load(_contract_path(args.path))
-    print(trust.describe(contract))
+    answer(trust.describe(contract))
     if trust.is_remembered(contract):
-        print("trusted already; nothing has changed")
+        answer("trusted already; nothing has changed")
     else:
         trust.remember(contract)
-        print(f"trusted from now on, until one byte of it changes (SHA-256 {contract.digest})")
+        answer(f"trusted from now on, until one byte of it changes (SHA-256 {contract.digest})")
     return 0
 
 
 def _contract_path(named: str | None) -> Path:
-    """Return the file that PATH, ``ASP_CONTRACT`` or the working directory stands for; from a folder it is walked up."""
+    """Return the file that PATH, ``ASP_CONTRACT`` or the working directory stands for; from folders it is walked up."""
     if named is None:
         variable = os.environ.get(trust.ENVIRONMENT_VARIABLE)
         return trust.named_path(variable, Path()) if variable else find(Path())
@@ -179,6 +184,17 @@ def _connect(trusted: trust.TrustedContract, *, allow_same_host: bool) -> int:
             return (await transport.exec("exit 0")).status
 
     return asyncio.run(run())
+
+
+def answer(text: str) -> None:
+    """Print one part of the answer to stdout. Raises AnswerLost, or BrokenPipeError if the reader is gone."""
+    try:
+        print(text)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        msg = f"cannot write the answer ({error.strerror})"
+        raise AnswerLost(msg) from error
 
 
 def _complain(text: str) -> None:

@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 CONTRACT_NAME = ".asp.json"
 MAX_CONTRACT_BYTES = 1 << 20
 DEFAULT_PORT = 22  # RFC 4253 4.1
-MAKE_ONE = "asp-sandbox up local"
-"""The line that makes a sandbox and the contract for it."""
-
+MAKE_ONE = "asp-sandbox up local"  # makes a sandbox and its contract
 _MAX_DEPTH = 8  # A valid document has 3 levels. jsonschema builds texts by recursion, so depth is bounded before it.
 _TOO_DEEP = f"(file): is nested more than {_MAX_DEPTH} levels deep; a contract has three"
 _MAX_FINDINGS = 20
@@ -48,7 +46,7 @@ _WRITE = {
     "version": 'write "version": "0"',
     "transport": 'write "transport": "ssh"',
     "connection": 'write an object with at least "host"',
-    "connection.host": "write a host name or an IP address alone; user and port have fields of their own",
+    "connection.host": "write a host name or an IP address alone, without user and port",
     "connection.port": "write a whole number from 1 to 65535, without quotes, or leave it out for 22",
     "connection.user": "write the login name, or leave it out for the name of your local account",
     "connection.identity": 'write {"file": "PATH"} or {"env": "VARIABLE"}, or leave it out to offer no key',
@@ -65,9 +63,7 @@ _MEANT = {
     **dict.fromkeys(["identityfile", "key", "keyfile", "privatekey"], "connection.identity"),
     **dict.fromkeys(["cwd", "workdir", "workingdirectory"], "workspace"),
 }
-_KINDS: dict[type, str] = {
-    bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list", type(None): "null",
-}  # fmt: skip
+_KINDS: dict[type, str] = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list"}
 _FAULTS = {
     "minimum": "is out of range", "maximum": "is out of range", "minLength": "is empty",
     "pattern": "is not an absolute path", "minProperties": "names neither a file nor a variable",
@@ -122,7 +118,7 @@ def find(start: Path) -> Path:
     try:
         folder = start.resolve(strict=True)
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a loop of links; ValueError: a NUL
-        msg = f"{_shown(start)}: cannot look for {CONTRACT_NAME} there: no such folder, or it cannot be entered"
+        msg = f"{shown_path(start)}: cannot look for {CONTRACT_NAME} there: no such folder, or it cannot be entered"
         raise UsageError(msg) from error
     for place in [folder, *folder.parents]:
         candidate = place / CONTRACT_NAME
@@ -131,10 +127,10 @@ def find(start: Path) -> Path:
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
-            msg = f"{_shown(candidate)}: cannot see if it is there ({error.strerror}); name a contract with --contract"
+            msg = f"{shown_path(candidate)}: cannot see if it is there ({error.strerror}); name one with --contract"
             raise ContractUnsafe(msg) from error
         return candidate
-    msg = f"no {CONTRACT_NAME} in {_shown(folder)} or above it; make a sandbox and its contract with: {MAKE_ONE}"
+    msg = f"no {CONTRACT_NAME} in {shown_path(folder)} or above it; make one with: {MAKE_ONE}"
     raise ContractMissing(msg)
 
 
@@ -155,7 +151,7 @@ def load(path: Path) -> Contract:
     if len(findings) > _MAX_FINDINGS:
         findings[_MAX_FINDINGS:] = [f"(file): has {len(findings) - _MAX_FINDINGS} more faults; mend these first"]
     if findings:
-        raise ContractInvalid([f"{_shown(place)}: {finding}" for finding in findings])
+        raise ContractInvalid([f"{shown_path(place)}: {finding}" for finding in findings])
     fields = _fields(document)
     connection = _fields(fields["connection"])
     identity = cast("dict[str, str] | None", connection.get("identity"))
@@ -179,7 +175,7 @@ def absolute(path: Path) -> Path:
     try:
         return path.parent.resolve() / path.name
     except (OSError, RuntimeError, ValueError) as error:
-        msg = f"{_shown(path)}: not a usable path"
+        msg = f"{shown_path(path)}: not a usable path"
         raise UsageError(msg) from error
 
 
@@ -200,13 +196,14 @@ def effective_user(contract: Contract) -> str:
     return local_user() if contract.user is None else contract.user
 
 
+def shown_path(path: Path) -> str:
+    """Return a path of this machine in one line that is safe to show (L8)."""
+    return printable(str(path), newlines=False)
+
+
 def is_plain_account(name: str) -> bool:
     """Whether ``name`` looks like an account and not like an access token, so that it may be shown (C7)."""
     return _PLAIN_ACCOUNT.fullmatch(name) is not None
-
-
-def _shown(path: Path) -> str:
-    return printable(str(path), newlines=False)
 
 
 def _read_ours(path: Path) -> bytes:
@@ -215,42 +212,39 @@ def _read_ours(path: Path) -> bytes:
         # Looked at before it is opened: opening a device can act on it. The descriptor is looked at again below.
         _refuse_kind(path, path.lstat().st_mode)
         # O_NONBLOCK: a FIFO that took the file's place must not make us wait.
-        with open(path, "rb", opener=_open_no_follow) as file:
+        quietly = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | quietly)) as file:
             status = os.fstat(file.fileno())
             _refuse_kind(path, status.st_mode)
             if status.st_uid not in (os.geteuid(), 0):
-                msg = f"{_shown(path)}: belongs to user id {status.st_uid}, not to you or root; use a copy of your own"
+                msg = f"{shown_path(path)}: belongs to user id {status.st_uid}, not to you or root; use a copy of your own"
                 raise ContractUnsafe(msg)
             if status.st_mode & 0o022:
                 typed = printable(shlex.quote(str(path)), newlines=False)
-                msg = f"{_shown(path)}: its group or others can write it; type: chmod go-w {typed}"
+                msg = f"{shown_path(path)}: its group or others can write it; type: chmod go-w {typed}"
                 raise ContractUnsafe(msg)
             data = file.read(MAX_CONTRACT_BYTES + 1)
     except ValueError as error:
-        msg = f"{_shown(path)}: a path cannot hold a NUL"
+        msg = f"{shown_path(path)}: a path cannot hold a NUL"
         raise UsageError(msg) from error
     except FileNotFoundError as error:
-        msg = f"{_shown(path)}: no such file; make a sandbox and its contract with: {MAKE_ONE}"
+        msg = f"{shown_path(path)}: no such file; make one with: {MAKE_ONE}"
         raise ContractMissing(msg) from error
     except OSError as error:
-        msg = f"{_shown(path)}: cannot be read ({error.strerror})"
+        msg = f"{shown_path(path)}: cannot be read ({error.strerror})"
         raise ContractUnsafe(msg) from error
     if len(data) > MAX_CONTRACT_BYTES:
-        raise ContractInvalid([f"{_shown(path)}: (file): is larger than 1 MiB; a contract has a dozen lines"])
+        raise ContractInvalid([f"{shown_path(path)}: (file): is larger than 1 MiB; a contract has a dozen lines"])
     return data
-
-
-def _open_no_follow(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
 def _refuse_kind(path: Path, mode: int) -> None:
     if stat.S_ISLNK(mode):
-        msg = f"{_shown(path)}: is a symbolic link; put the file itself here, or name the real one with --contract"
+        msg = f"{shown_path(path)}: is a symbolic link; put the file itself here, or name it with --contract"
         raise ContractUnsafe(msg)
     if not stat.S_ISREG(mode):
         kind = "a directory" if stat.S_ISDIR(mode) else "a FIFO, device or socket"
-        msg = f"{_shown(path)}: is {kind}, not a regular file; move it away"
+        msg = f"{shown_path(path)}: is {kind}, not a regular file; move it away"
         raise ContractUnsafe(msg)
 
 
@@ -274,7 +268,7 @@ def _parse(data: bytes, findings: list[str]) -> object:
         findings.append("(file): begins with a byte order mark; save it as UTF-8 without BOM")
         return None
     if not data.strip():
-        findings.append(f"(file): is empty; make a sandbox and its contract with: {MAKE_ONE}")
+        findings.append(f"(file): is empty; make one with: {MAKE_ONE}")
         return None
     document: object = None
     try:
@@ -284,7 +278,7 @@ def _parse(data: bytes, findings: list[str]) -> object:
         findings.append(f"(file): byte {error.start + 1} is not UTF-8; save it as UTF-8")
     except json.JSONDecodeError as error:
         where = f"line {error.lineno} column {error.colno}"
-        findings.append(f"(file): {where}: not JSON; write one object, no comments, no comma at its end, no text after it")
+        findings.append(f"(file): {where}: not JSON; write one object, no comment, no last comma, no text after it")
     except RecursionError:
         findings.append(_TOO_DEEP)
     except ValueError:  # more digits than Python makes a number of
@@ -319,7 +313,7 @@ def _validator() -> "Draft202012Validator":
 def _check(document: object) -> list[str]:
     """Return the findings of a document, one for each field: the schema's first, then our own rules."""
     found: dict[str, str] = {}
-    for error in _validator().iter_errors(document):
+    for error in _validator().iter_errors(cast("str", document)):  # what JSON is, the stubs say by a private name
         for name, text in _explained(error):
             found.setdefault(name, text)
     if any(name.startswith("connection.identity.") for name in found):
@@ -344,7 +338,7 @@ def _explained(error: "ValidationError") -> Iterator[tuple[str, str]]:
             if key not in _fields(value):
                 yield _joined(name, key), f"is missing; {_WRITE[_joined(name, key)]}"
     else:
-        kind = _KINDS.get(type(value), "an object")
+        kind = "null" if value is None else _KINDS.get(type(value), "an object")
         if error.validator == "const":
             shown = quoted(value) if isinstance(value, str) else kind
             fault = f"is {shown}, and this program knows only {json.dumps(error.validator_value)}"
@@ -364,7 +358,7 @@ def _unknown(parent: str, key: str) -> str:
     meant = _MEANT.get(key.replace("_", "").replace("-", "").lower())
     if parent == "connection.identity":
         return f"is not a field of version 0; {_WRITE[parent]}"
-    if meant is not None and meant != parent:
+    if meant and meant != parent:
         return f"is not a field of version 0; did you mean {meant}?"
     return "is not a field of version 0; remove it"
 
@@ -404,4 +398,3 @@ def _text_fault(name: str, value: str) -> str | None:
     if name == "connection.host" and not hostkey.is_host(hostkey.without_brackets(value)):
         return "is neither a host name nor an IP address"
     return "has a control character" if _CONTROL.search(value) else None
-

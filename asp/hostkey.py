@@ -11,13 +11,11 @@ import re
 import socket
 import struct
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Protocol
 
 from asp.errors import HostKeyError, HostKeyMismatch, HostKeyMissing
 from asp.terminal import printable
-
-if TYPE_CHECKING:
-    from asp.contract import Contract
 
 # The second part of each entry: the sizes in bytes that the fields after the type may have (RFC 8709 4, RFC 5656 3.1:
 # an uncompressed point is 04 X Y). RSA is looked at apart, its numbers have no fixed size (RFC 4253 6.6).
@@ -178,7 +176,26 @@ def mismatch(pin: PinnedKey, offered_fingerprint: str, host: str, port: int) -> 
     )
 
 
-def missing(contract: "Contract") -> HostKeyMissing:
+class NamesServer(Protocol):
+    """What :func:`missing` needs of a contract, which is a layer above this module."""
+
+    @property
+    def path(self) -> Path:
+        """The file that should hold the pin."""
+        ...
+
+    @property
+    def host(self) -> str:
+        """The server's name or address."""
+        ...
+
+    @property
+    def port(self) -> int:
+        """The server's port."""
+        ...
+
+
+def missing(contract: NamesServer) -> HostKeyMissing:
     """Return the error for a contract that pins no key where one is needed (C6), with the line that mends it."""
     place = printable(str(contract.path), newlines=False)
     where = endpoint(contract.host, contract.port)

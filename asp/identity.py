@@ -6,6 +6,7 @@ is only sorted here (private or public, encrypted, cut off); whether the server 
 
 import base64
 import binascii
+import contextlib
 import os
 import re
 import shlex
@@ -13,7 +14,7 @@ import stat
 from pathlib import Path
 
 from asp import hostkey
-from asp.contract import Contract, is_plain_account
+from asp.contract import Contract, is_plain_account, shown_path
 from asp.errors import IdentityError
 from asp.terminal import printable
 
@@ -44,7 +45,7 @@ def load_identity(contract: Contract) -> bytes | None:
     if identity.env is not None:
         return _key_text(_variable(identity.env), f"the variable {identity.env}", variable=True)
     path = identity_path(contract)
-    return _key_text(_read_key_file(path), printable(str(path), newlines=False), variable=False)
+    return _key_text(_read_key_file(path), shown_path(path), variable=False)
 
 
 def identity_path(contract: Contract) -> Path:
@@ -73,18 +74,14 @@ def redaction_values(contract: Contract) -> list[str]:
     if contract.user is not None and not is_plain_account(contract.user):
         found.add(contract.user)
     if contract.identity is not None:
-        try:
+        with contextlib.suppress(IdentityError):
             if contract.identity.env is not None:
                 source = _variable(contract.identity.env)
                 found.add(source.strip())
             else:
                 source = _read_key_file(identity_path(contract))
-            key = load_identity(contract)
-        except IdentityError:
-            key = None
-        if key is not None:
-            found |= {key.decode().strip(), source.strip()}
-            found.update(_private_lines(key.decode()), _private_lines(_with_line_breaks(source)))
+            key = (load_identity(contract) or b"").decode()
+            found |= {key.strip(), source.strip(), *_private_lines(key), *_private_lines(_with_line_breaks(source))}
     return sorted((value for value in found if len(value) >= MIN_REDACTED_CHARACTERS), key=len, reverse=True)
 
 
@@ -121,7 +118,7 @@ def _variable(name: str) -> str:
 
 
 def _read_key_file(path: Path) -> str:
-    shown = printable(str(path), newlines=False)
+    shown = shown_path(path)
     try:
         # Looked at before it is opened: opening a device can act on it. Links are followed, as OpenSSH does.
         _refuse_kind(shown, path.stat().st_mode)

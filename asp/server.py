@@ -21,9 +21,9 @@ import contextlib
 import ctypes
 import json
 import os
-import select
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from collections import deque
@@ -31,10 +31,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+_settings_line: dict[str, Any] = {}
 if __name__ == "__main__":  # inside a sandbox: our libraries lie where the first line of stdin says
-    _SETTINGS_LINE = json.loads(sys.stdin.buffer.readline())
-    if _SETTINGS_LINE.get("lib"):
-        sys.path.insert(0, _SETTINGS_LINE["lib"])
+    _settings_line = json.loads(sys.stdin.buffer.readline())
+    if _settings_line.get("lib"):
+        sys.path.insert(0, _settings_line["lib"])
 
 import asyncio
 
@@ -291,7 +292,7 @@ class Session(SSHServerStreamSession[bytes]):
         elif self._command is not None:
             self._command.feed(data)
 
-    def eof_received(self) -> bool | None:
+    def eof_received(self) -> bool:
         """Pass the end of stdin on; keep the channel open for the output."""
         if self._line is None:
             return super().eof_received()
@@ -332,7 +333,7 @@ class SFTP(asyncssh.SFTPServer):
         """Open a regular file or directory; refuse FIFOs, devices and sockets."""
         with contextlib.suppress(OSError):
             kind = os.stat(self.map_path(path)).st_mode  # noqa: PTH116 - bytes path
-            if not (0o100000 == kind & 0o170000 or 0o040000 == kind & 0o170000):
+            if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
                 raise asyncssh.SFTPFailure("not a regular file")
         return super().open(path, pflags, attrs)
 
@@ -350,8 +351,8 @@ class SandboxServer:
         self.commands: set[Command] = set()
         self._acceptor: asyncssh.SSHAcceptor | None = None
 
-    async def listen(self, sock: socket.socket, **options: Any) -> None:
-        """Accept connections on a bound socket. ``options`` go to asyncssh (algorithms and the like)."""
+    async def listen(self, sock: socket.socket) -> None:
+        """Accept connections on a bound socket."""
         server = self
 
         class Login(asyncssh.SSHServer):
@@ -384,7 +385,7 @@ class SandboxServer:
             server_host_keys=[asyncssh.import_private_key(self.settings.host_key)],
             encoding=None, allow_pty=False, agent_forwarding=False, line_editor=False, compression_algs=None,
             password_auth=False, kbdint_auth=False, host_based_auth=False, gss_host=None,
-            login_timeout=20, keepalive_interval=15, keepalive_count_max=3, config=[], **options,
+            login_timeout=20, keepalive_interval=15, keepalive_count_max=3, config=[],
         )  # fmt: skip
 
     def start_command(self, channel: "asyncssh.SSHServerChannel[bytes]", line: str) -> Command:
@@ -420,7 +421,7 @@ def _serve_inherited_socket(line: Mapping[str, Any]) -> None:
     listener = socket.socket(fileno=int(line["listen_fd"]))
     if listener.family != socket.AF_UNIX:
         sys.exit("the listening socket must be AF_UNIX")
-    os.set_inheritable(listener.fileno(), False)  # noqa: FBT003 - the standard library's signature
+    os.set_inheritable(listener.fileno(), False)
     os.environ.clear()
     os.environ.update(line["env"])  # asyncssh expands ~ by HOME
     settings = ServerSettings(
@@ -441,4 +442,4 @@ def _serve_inherited_socket(line: Mapping[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    _serve_inherited_socket(_SETTINGS_LINE)
+    _serve_inherited_socket(_settings_line)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal, cast, final
 
 from asp import hostkey
-from asp.contract import CONTRACT_NAME, Contract, absolute, find, is_plain_account, load, local_user
+from asp.contract import CONTRACT_NAME, Contract, absolute, find, is_plain_account, load, local_user, shown_path
 from asp.errors import ContractUntrusted, IdentityError, UsageError
 from asp.identity import identity_path
 from asp.state import state_dir, write_private
@@ -92,7 +92,7 @@ def require(contract: Contract, *, named: bool) -> TrustedContract:
     known = _read_store().get(str(contract.path))
     if known == contract.digest:
         return TrustedContract(contract, "remembered", _MADE_HERE)
-    shown = printable(str(contract.path), newlines=False)
+    shown = shown_path(contract.path)
     typed = printable(shlex.quote(str(contract.path)), newlines=False)
     cause = "nobody has said that it may be used" if known is None else "it has changed since it was trusted"
     msg = f"{shown}: {cause} (it would connect to {contract.endpoint}); look at it, then type: asp trust {typed}"
@@ -189,7 +189,7 @@ def _read_store() -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        msg = f"{printable(str(path), newlines=False)}: the list of trusted contracts cannot be read ({error.strerror})"
+        msg = f"{shown_path(path)}: the list of trusted contracts cannot be read ({error.strerror})"
         raise UsageError(msg) from error
     try:
         store: object = json.loads(data)
@@ -218,6 +218,6 @@ def _locked_store() -> Iterator[dict[str, str]]:
             if store != before:
                 write_private(path, json.dumps(store, indent=1, sort_keys=True).encode() + b"\n")
     except OSError as error:
-        shown = printable(str(path), newlines=False)
+        shown = shown_path(path)
         msg = f"{shown}: the list of trusted contracts cannot be written ({error.strerror})"
         raise UsageError(msg) from error

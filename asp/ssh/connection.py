@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import shutil
 import socket
 import tempfile
@@ -137,7 +138,9 @@ class _Client(asyncssh.SSHClient):
         return False
 
 
-async def open_connection(trusted: TrustedContract, *, allow_same_host: bool = False) -> Connection:
+async def open_connection(  # noqa: C901 - each failure gets its name
+    trusted: TrustedContract, *, allow_same_host: bool = False,
+) -> Connection:
     """Connect, check the pinned host key, log in, start the guard, make sure that it is not this machine.
 
     It takes nothing but a TrustedContract, offers no key but the contract's, and reads no configuration of the user's
@@ -146,8 +149,8 @@ async def open_connection(trusted: TrustedContract, *, allow_same_host: bool = F
     Raises HostKeyMissing, HostKeyMismatch, IdentityError (nothing was sent that authenticates), Unreachable, NotSSH,
     AuthenticationFailed, ExecNotAllowed, LoginShellFailed, SameHost.
     """
-    if not isinstance(trusted, TrustedContract):
-        msg = "open_connection takes a TrustedContract, not a contract that nobody has agreed to"
+    if not isinstance(trusted, TrustedContract):  # pyright: ignore[reportUnnecessaryIsInstance] - the one door
+        msg = "open_connection takes a TrustedContract, not a contract that nobody has agreed to"  # type: ignore[unreachable]
         raise TypeError(msg)
     contract = trusted.contract
     if contract.host_key is None:
@@ -197,7 +200,8 @@ async def open_connection(trusted: TrustedContract, *, allow_same_host: bool = F
         raise Unreachable(msg) from error
     except OSError as error:
         hint = "; is the sandbox up?" if hostkey.is_loopback(contract.host) else ""
-        msg = f"{where}: cannot connect ({error.strerror or 'refused'}){hint}"
+        reason = os.strerror(error.errno) if error.errno else "no address answered"
+        msg = f"{where}: cannot connect ({reason}){hint}"
         raise Unreachable(msg) from error
     try:
         guard = await _guarded(ssh, where, allow_same_host=allow_same_host)

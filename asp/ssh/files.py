@@ -45,10 +45,6 @@ async def _client(connection: Connection) -> asyncssh.SFTPClient:
         return connection.sftp
 
 
-def _text(path: bytes) -> str:
-    return path.decode("utf-8", "surrogateescape")
-
-
 def _kind(attrs: asyncssh.SFTPAttrs) -> FileKind:
     mode = attrs.permissions
     if mode is None:
@@ -73,7 +69,9 @@ async def _errors_of(connection: Connection, path: bytes, shown: str) -> AsyncIt
         raise await _explain(sftp, path, shown, error) from error
 
 
-async def _explain(sftp: asyncssh.SFTPClient, path: bytes, shown: str, error: asyncssh.SFTPError) -> errors.AspError:
+async def _explain(  # noqa: C901 - one decision, in order
+    sftp: asyncssh.SFTPClient, path: bytes, shown: str, error: asyncssh.SFTPError,
+) -> errors.AspError:
     """Tell path errors apart: version 3 has one code for "no such file, not a directory, loop" and one for all the rest."""
     try:
         if isinstance(error, asyncssh.SFTPPermissionDenied):
@@ -140,7 +138,7 @@ async def read(connection: Connection, path: bytes, shown: str, *, offset: int, 
         async with sftp.open(path, "rb") as file:
             # To the end, not to the size: a size of 0 (/proc) and short answers are normal.
             while len(data) <= limit:
-                piece = await file.read(min(CHUNK, limit + 1 - len(data)), offset + len(data))
+                piece: bytes = await file.read(min(CHUNK, limit + 1 - len(data)), offset + len(data))
                 if not piece:
                     break
                 data += piece

@@ -106,7 +106,7 @@ def command_text(
     # Longer than one argument may be: a fresh shell reads it, then evals it. The only place where eval is used; a syntax
     # error says "eval: line 1" there, and xtrace shows ++. LC_ALL=C makes bash's read -N take big blocks.
     empty = b"" if stdin else b"exec </dev/null; "
-    in_bash = b"LC_ALL=C IFS= read -rN %d BASH_EXECUTION_STRING; %seval \" $BASH_EXECUTION_STRING\"" % (len(script), empty)
+    in_bash = b'LC_ALL=C IFS= read -rN %d BASH_EXECUTION_STRING; %seval " $BASH_EXECUTION_STRING"' % (len(script), empty)
     in_sh = b'__s=$(head -c %d; echo x); %seval " ${__s%%x}"' % (len(script), empty)
     line = b"[ $__s = sh ] || exec bash -c '%s' bash%s; exec sh -c '%s' sh%s\n" % (in_bash, merge, in_sh, merge)
     return CommandText(exports + line, script)

@@ -304,13 +304,15 @@ async def open_session(
     Raises ExecNotAllowed, LoginShellFailed, WorkspaceMissing, or NotStarted if the connection ended. In every case no
     command line was written, so the caller may try again (E2).
     """
-    for attempt in range(OPEN_TRIES):
+    attempt = 0
+    while True:
         session = Session(marks_both_streams=marks_both_streams)
         try:
             await connection.create_session(lambda session=session: session, LOGIN, encoding=None)  # type: ignore[misc]
         except asyncssh.ChannelOpenError as error:
             if not connection.is_closed():
-                if attempt < OPEN_TRIES - 1:
+                attempt += 1
+                if attempt < OPEN_TRIES:
                     await asyncio.sleep(OPEN_BACKOFF_S * 2**attempt)
                     continue
                 msg = f"the server refuses to run commands or to open one more session: {quoted(error.reason)}"

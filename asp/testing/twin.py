@@ -130,7 +130,7 @@ class LocalTwin:
         pipes = {Stream.STDOUT: process.stdout, Stream.STDERR: process.stderr}
         open_pipes = {stream: pipe for stream, pipe in pipes.items() if pipe is not None}
         pieces: asyncio.Queue[tuple[Stream, bytes] | None] = asyncio.Queue()
-        ended = loop.create_future()
+        ended: asyncio.Future[None] = loop.create_future()
 
         def read(stream: Stream) -> bool:
             try:
@@ -160,8 +160,8 @@ class LocalTwin:
                     try:
                         rest = rest[os.write(descriptor, rest) :]
                     except BlockingIOError:
-                        writable = loop.create_future()
-                        loop.add_writer(descriptor, lambda future=writable: future.done() or future.set_result(None))
+                        writable: asyncio.Future[None] = loop.create_future()
+                        loop.add_writer(descriptor, _settle, writable)
                         try:
                             await writable
                         finally:
@@ -172,7 +172,7 @@ class LocalTwin:
             os.set_blocking(pipe.fileno(), False)
             loop.add_reader(pipe.fileno(), read, stream)
         pidfd = os.pidfd_open(process.pid)
-        loop.add_reader(pidfd, lambda: ended.done() or ended.set_result(None))
+        loop.add_reader(pidfd, _settle, ended)
         feeder, passer = asyncio.create_task(feed()), asyncio.create_task(pass_on())
         timed_out = False
         try:
@@ -340,6 +340,11 @@ def _named(path: SandboxPath) -> Iterator[None]:
         if error.errno is None:
             raise
         raise _ERRNO.get(error.errno, errors.RemotePathError)(_text(path)) from error
+
+
+def _settle(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _kind(mode: int) -> FileKind:

@@ -1,8 +1,8 @@
 """A local server that speaks the Anthropic Messages API, with faults on order; a strict one, as the real API is.
 
-It plays one :class:`Reply` for each request, in order, and keeps every request that arrived. A request that the real API
-would refuse (a call without its result, an empty text...) gets its 400, whatever was to be played, so a test of the loop
-notices a history that is not valid::
+It plays one :class:`Reply` for each request, in order, and keeps every request that arrived. A request that the real
+API would refuse (a call without its result, an empty text...) gets its 400, whatever was to be played, so a test of the
+loop notices a history that is not valid::
 
     async with AnthropicStub(turn(tools=[("bash", {"command": "ls"})]), turn("Done.")) as stub:
         monkeypatch.setenv("ANTHROPIC_BASE_URL", stub.base_url)
@@ -89,11 +89,12 @@ def thinking_block(index: int, thinking: str, signature: str) -> list[bytes]:
     return _block(index, {"type": "thinking", "thinking": "", "signature": ""}, deltas)
 
 
-def tool_block(index: int, name: str, arguments: object, call_id: str, size: int = 3) -> list[bytes]:
+def tool_block(index: int, name: str, arguments: object, call_id: str) -> list[bytes]:
     """The events of one tool call. A string is sent as it is, so it may be wrong; anything else as its JSON."""
     raw = arguments if isinstance(arguments, str) else json.dumps(arguments)
-    start = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
-    return _block(index, start, [{"type": "input_json_delta", "partial_json": p} for p in ["", *pieces(raw, size)]])
+    cut = pieces(raw, max(3, len(raw) // 50))
+    start: dict[str, Any] = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+    return _block(index, start, [{"type": "input_json_delta", "partial_json": p} for p in ["", *cut]])
 
 
 def _block(index: int, start: Mapping[str, Any], deltas: Sequence[Mapping[str, Any]]) -> list[bytes]:
@@ -106,7 +107,14 @@ def message(blocks: Sequence[bytes], stop: str, usage: Mapping[str, Any], **delt
     """A whole answer around the events of its blocks. ``usage`` has both what comes first and what comes last."""
     first = {"input_tokens": 0, "output_tokens": 1} | {k: v for k, v in usage.items() if k != "output_tokens"}
     last = {"output_tokens": usage.get("output_tokens", 7)}
-    start = {"id": "msg_1", "type": "message", "role": "assistant", "model": "stub", "content": [], "usage": first}
+    start: dict[str, Any] = {
+        "id": "msg_1",
+        "type": "message",
+        "role": "assistant",
+        "model": "stub",
+        "content": [],
+        "usage": first,
+    }
     start |= {"stop_reason": None, "stop_sequence": None}
     end = {"delta": {"stop_reason": stop, "stop_sequence": None, **delta}, "usage": last}
     head = [sse("message_start", {"message": start}), sse("ping", {})]
@@ -159,7 +167,7 @@ class AnthropicStub:
         self._replies = list(replies)
         self._context_bytes = context_bytes
         self._released = asyncio.Event()
-        self._ended = asyncio.Condition()
+        self._changed = asyncio.Condition()
         self._broken_off = 0
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -171,10 +179,15 @@ class AnthropicStub:
         """Let every stalled stream go on."""
         self._released.set()
 
+    async def wait_for_request(self, count: int = 1) -> None:
+        """Wait until that many requests have arrived."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: len(self.requests) >= count)
+
     async def wait_for_broken_off(self, count: int = 1) -> None:
         """Wait until that many clients have closed a connection in the middle of an answer."""
-        async with self._ended:
-            await self._ended.wait_for(lambda: self._broken_off >= count)
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._broken_off >= count)
 
     @property
     def bodies(self) -> list[dict[str, Any]]:
@@ -210,7 +223,9 @@ class AnthropicStub:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while (request := await _request(reader)) is not None:
-                self.requests.append(request)
+                async with self._changed:
+                    self.requests.append(request)
+                    self._changed.notify_all()
                 if not await self._answer(self._choose(request), reader, writer):
                     return
         except ConnectionError:
@@ -219,9 +234,9 @@ class AnthropicStub:
             writer.transport.abort()
 
     async def _count_broken_off(self) -> None:
-        async with self._ended:
+        async with self._changed:
             self._broken_off += 1
-            self._ended.notify_all()
+            self._changed.notify_all()
 
     def _choose(self, request: Received) -> Reply:
         if request.headers.get("authorization") != f"Bearer {KEY}" and request.headers.get("x-api-key") != KEY:
@@ -295,7 +310,7 @@ async def _request(reader: asyncio.StreamReader) -> Received | None:
     return Received(method, path, headers, raw, json.loads(raw) if raw else {})
 
 
-def complaint(body: Mapping[str, Any]) -> str:
+def complaint(body: Mapping[str, Any]) -> str:  # noqa: C901, PLR0911 - one line for each rule of the API
     """Say what the real API would refuse in a request body; empty if nothing."""
     open_ids: list[str] = []
     for number, item in enumerate(body["messages"]):

@@ -67,7 +67,9 @@ async def test_failures_are_waited_out_visibly_and_each_try_starts_anew() -> Non
 async def test_after_six_tries_the_last_reason_is_named_and_no_exception_lies_behind() -> None:
     naps = Naps()
     attempts = Attempts(*(AttemptFailed(f"reason {n}") for n in range(1, 10)))
-    with pytest.raises(ModelUnavailable, match=r"^test/model: no whole answer after 6 tries; the last one: reason 6$") as caught:
+    with pytest.raises(
+        ModelUnavailable, match=r"^test/model: no whole answer after 6 tries; the last one: reason 6$"
+    ) as caught:
         await play(RetryPolicy(sleep=naps, jitter=lambda: 0.0), attempts)
     assert caught.value.exit_code == 4
     assert naps.waits_s == [1.0, 3.0, 9.0, 27.0, 60.0]
@@ -79,7 +81,7 @@ async def test_after_six_tries_the_last_reason_is_named_and_no_exception_lies_be
 
 async def test_a_refusal_is_not_retried() -> None:
     attempts = Attempts(ModelRefused("no"))
-    with pytest.raises(ModelRefused, match="^no$"):
+    with pytest.raises(ModelRefused, match=r"^no$"):
         await play(RetryPolicy(sleep=Naps()), attempts)
     assert attempts.made == attempts.closed == 1
 

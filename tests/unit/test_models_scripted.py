@@ -105,7 +105,7 @@ async def test_a_script_that_is_over_is_a_refusal_that_counts(tmp_path: Path) ->
 
 
 async def test_made_up_ids_never_meet_given_ones(tmp_path: Path) -> None:
-    call = {"name": "bash", "arguments": {}}
+    call: dict[str, Any] = {"name": "bash", "arguments": {}}
     model = opened(
         tmp_path, {"tool_calls": [call, {**call, "id": "mine"}, call]}, {"tool_calls": [{**call, "id": "call_2"}, call]}
     )
@@ -115,7 +115,7 @@ async def test_made_up_ids_never_meet_given_ones(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stop", list(Stop))
 async def test_every_stop_can_be_scripted(tmp_path: Path, stop: Stop) -> None:
-    model = opened(tmp_path, {"text": "x", "stop": stop.value, "tool_calls": [{"name": "", "arguments": {}}]})
+    model = opened(tmp_path, {"text": "x", "stop": stop.value, "tool_calls": [{"name": "", "raw_arguments": "{"}]})
     assert (await turn_of(model)).stop is stop
 
 
@@ -132,14 +132,14 @@ async def test_an_interrupted_turn_does_not_count_and_the_next_try_plays_the_nex
 
 async def test_six_interrupted_turns_are_an_outage(tmp_path: Path) -> None:
     model = opened(tmp_path, *[{"fault": "interrupted"}] * 6, {"text": "never"})
-    with pytest.raises(ModelUnavailable, match="no whole answer after 6 tries; the last one: turn 6 of the script"):
+    with pytest.raises(ModelUnavailable, match=r"no whole answer after 6 tries; the last one: turn 6 of the script"):
         await events_of(model)
 
 
 @pytest.mark.parametrize(("fault", "error"), [("unavailable", ModelUnavailable), ("refused", ModelRefused)])
 async def test_a_fault_takes_its_turn(tmp_path: Path, fault: str, error: type[Exception]) -> None:
     model = opened(tmp_path, {"fault": fault}, {"text": "after"})
-    with pytest.raises(error, match="^turn 1 of the script"):
+    with pytest.raises(error, match=r"^turn 1 of the script"):
         await events_of(model)
     assert (await turn_of(model)).text == "after"
 
@@ -160,42 +160,42 @@ async def test_a_stream_can_be_cancelled_between_two_pieces(tmp_path: Path) -> N
     assert (await turn_of(model)).text == "next"
 
 
-CALL = {"name": "bash", "arguments": {}}
+CALL: dict[str, Any] = {"name": "bash", "arguments": {}}
 
 
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        ('{"turns": [}', "is not JSON: Expecting value at line 1, column 12"),
-        (b"\xff{}", "is not UTF-8 (byte 0)"),
-        ("[" * 100_000, "is nested too deeply"),
-        ('{"turns": [], "turns": []}', 'the key "turns" stands twice in one object'),
-        ('{"turns": [{"usage": {"input_tokens": NaN}}]}', "is not JSON: NaN"),
-        ([], "must be an object, not an array"),
-        ({}, 'the key "turns" is missing'),
-        ({"turns": None}, "turns: must be an array, not null"),
-        ({"turns": [], "tuns": 1}, 'unknown key "tuns"; known: turns'),
-        ({"turns": [7]}, "turns[0]: must be an object, not a number"),
-        ({"turns": [{"txt": ""}]}, 'turns[0]: unknown key "txt"; known: text, tool_calls, usage, stop, fault'),
-        ({"turns": [{}, {"text": 1}]}, "turns[1].text: must be a string, not a number"),
-        ({"turns": [{"text": None}]}, "turns[0].text: must be a string, not null"),
-        ({"turns": [{"stop": "end"}]}, 'turns[0].stop: unknown value "end"; known: done, tool_calls'),
-        ({"turns": [{"fault": "boom"}]}, 'turns[0].fault: unknown value "boom"; known: interrupted, unavailable'),
-        ({"turns": [{"fault": "refused", "text": "x"}]}, 'turns[0]: "fault": "refused" stands alone'),
-        ({"turns": [{"usage": {"tokens": 1}}]}, 'turns[0].usage: unknown key "tokens"'),
-        ({"turns": [{"usage": {"input_tokens": True}}]}, "turns[0].usage.input_tokens: must be an integer, 0 or more"),
-        ({"turns": [{"usage": {"input_tokens": -1}}]}, "turns[0].usage.input_tokens: must be an integer, 0 or more"),
-        ({"turns": [{"tool_calls": {}}]}, "turns[0].tool_calls: must be an array, not an object"),
-        ({"turns": [{"tool_calls": ["ls"]}]}, "turns[0].tool_calls[0]: must be an object, not a string"),
-        ({"turns": [{"tool_calls": [{"arguments": {}}]}]}, 'turns[0].tool_calls[0]: the key "name" is missing'),
-        ({"turns": [{"tool_calls": [CALL, {"name": "x"}]}]}, 'turns[0].tool_calls[1]: give either "arguments"'),
-        ({"turns": [{"tool_calls": [{**CALL, "raw_arguments": ""}]}]}, 'turns[0].tool_calls[0]: give either "arg'),
-        ({"turns": [{"tool_calls": [{**CALL, "arguments": []}]}]}, "arguments: must be an object, not an array"),
-        ({"turns": [{"tool_calls": [{**CALL, "name": True}]}]}, "name: must be a string, not a boolean"),
-        ({"turns": [{"tool_calls": [{**CALL, "id": ""}]}]}, "id: must not be empty, nor used twice in a turn"),
-        ({"turns": [{"tool_calls": [{**CALL, "id": "a"}] * 2}]}, "tool_calls[1].id: must not be empty, nor used twice"),
-    ],
-)
+WRONG: list[tuple[Any, str]] = [
+    ('{"turns": [}', "is not JSON: Expecting value at line 1, column 12"),
+    (b"\xff{}", "is not UTF-8 (byte 0)"),
+    ("[" * 100_000, "is nested too deeply"),
+    ('{"turns": [], "turns": []}', 'the key "turns" stands twice in one object'),
+    ('{"turns": [{"usage": {"input_tokens": NaN}}]}', "is not JSON: NaN"),
+    ([], "must be an object, not an array"),
+    ({}, 'the key "turns" is missing'),
+    ({"turns": None}, "turns: must be an array, not null"),
+    ({"turns": [], "tuns": 1}, 'unknown key "tuns"; known: turns'),
+    ({"turns": [7]}, "turns[0]: must be an object, not a number"),
+    ({"turns": [{"txt": ""}]}, 'turns[0]: unknown key "txt"; known: text, tool_calls, usage, stop, fault'),
+    ({"turns": [{}, {"text": 1}]}, "turns[1].text: must be a string, not a number"),
+    ({"turns": [{"text": None}]}, "turns[0].text: must be a string, not null"),
+    ({"turns": [{"stop": "end"}]}, 'turns[0].stop: unknown value "end"; known: done, tool_calls'),
+    ({"turns": [{"fault": "boom"}]}, 'turns[0].fault: unknown value "boom"; known: interrupted, unavailable'),
+    ({"turns": [{"fault": "refused", "text": "x"}]}, 'turns[0]: "fault": "refused" stands alone'),
+    ({"turns": [{"usage": {"tokens": 1}}]}, 'turns[0].usage: unknown key "tokens"'),
+    ({"turns": [{"usage": {"input_tokens": True}}]}, "turns[0].usage.input_tokens: must be an integer, 0 or more"),
+    ({"turns": [{"usage": {"input_tokens": -1}}]}, "turns[0].usage.input_tokens: must be an integer, 0 or more"),
+    ({"turns": [{"tool_calls": {}}]}, "turns[0].tool_calls: must be an array, not an object"),
+    ({"turns": [{"tool_calls": ["ls"]}]}, "turns[0].tool_calls[0]: must be an object, not a string"),
+    ({"turns": [{"tool_calls": [{"arguments": {}}]}]}, 'turns[0].tool_calls[0]: the key "name" is missing'),
+    ({"turns": [{"tool_calls": [CALL, {"name": "x"}]}]}, 'turns[0].tool_calls[1]: give either "arguments"'),
+    ({"turns": [{"tool_calls": [{**CALL, "raw_arguments": ""}]}]}, 'turns[0].tool_calls[0]: give either "arg'),
+    ({"turns": [{"tool_calls": [{**CALL, "arguments": []}]}]}, "arguments: must be an object, not an array"),
+    ({"turns": [{"tool_calls": [{**CALL, "name": True}]}]}, "name: must be a string, not a boolean"),
+    ({"turns": [{"tool_calls": [{**CALL, "id": ""}]}]}, "id: must not be empty, nor used twice in a turn"),
+    ({"turns": [{"tool_calls": [{**CALL, "id": "a"}] * 2}]}, "tool_calls[1].id: must not be empty, nor used twice"),
+]
+
+
+@pytest.mark.parametrize(("content", "problem"), WRONG)
 def test_a_wrong_script_is_one_line_that_names_file_and_place(tmp_path: Path, content: Any, problem: str) -> None:
     file = script(tmp_path, content)
     with pytest.raises(ModelSetupError) as caught:
@@ -208,9 +208,7 @@ def test_a_wrong_script_is_one_line_that_names_file_and_place(tmp_path: Path, co
 
 
 @pytest.mark.parametrize(("name", "problem"), [("no.json", "No such file"), (".", "directory"), ("a\0b", "null byte")])
-def test_a_file_that_cannot_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, problem: str
-) -> None:
+def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, problem: str) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelSetupError, match=problem):
         open_model(f"scripted/{name}")

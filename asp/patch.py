@@ -1,0 +1,110 @@
+"""Two trees in, one patch out, in git's format. Pure; every name and byte in it is taken for hostile (S7)."""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+LONGEST_SHOWN = 512 << 10
+"""Bytes of a file above which only its sizes are shown: difflib is quadratic at worst, and the input is the sandbox's."""
+
+_NAME_ESCAPES = {ord("\n"): b"\\n", ord("\t"): b"\\t", ord('"'): b'\\"', ord("\\"): b"\\\\"}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One file: ``link`` is the target if it is a symbolic link, else ``content`` counts."""
+
+    content: bytes = b""
+    executable: bool = False
+    link: bytes | None = None
+
+    @property
+    def mode(self) -> bytes:
+        """The mode as git writes it."""
+        if self.link is not None:
+            return b"120000"
+        return b"100755" if self.executable else b"100644"
+
+    @property
+    def blob(self) -> bytes:
+        """What git would compare: the content, or where the link points."""
+        return self.content if self.link is None else self.link
+
+
+def git_name(prefix: bytes, name: bytes) -> bytes:
+    """Return a name as git prints it: in C quotes if it holds control, quote or non-ASCII bytes (core.quotePath)."""
+    full = prefix + name
+    if all(0x20 <= byte < 0x7F and byte not in b'"\\' for byte in full):  # noqa: PLR2004 - printable ASCII
+        return full
+    quoted = b"".join(
+        _NAME_ESCAPES.get(byte) or (bytes([byte]) if 0x20 <= byte < 0x7F else b"\\%03o" % byte)  # noqa: PLR2004
+        for byte in full
+    )
+    return b'"' + quoted + b'"'
+
+
+def _split(blob: bytes) -> list[bytes]:
+    """Split at LF only; what splitlines() also takes for a line end is content."""
+    parts = blob.split(b"\n")
+    lines = [part + b"\n" for part in parts[:-1]]
+    if parts[-1]:
+        lines.append(parts[-1])
+    return lines
+
+
+def _is_text(blob: bytes) -> bool:
+    return b"\0" not in blob[:8000]  # git's own test (buffer_is_binary)
+
+
+def _hunks(old: bytes, new: bytes, old_name: bytes, new_name: bytes) -> Iterator[bytes]:
+    # latin-1 maps bytes to characters one to one, so difflib's text functions work on bytes unharmed.
+    before = [line.decode("latin-1") for line in _split(old)]
+    after = [line.decode("latin-1") for line in _split(new)]
+    for number, line in enumerate(difflib.unified_diff(before, after, n=3, lineterm="\n")):
+        if number == 0:
+            yield b"--- " + old_name + b"\n"
+        elif number == 1:
+            yield b"+++ " + new_name + b"\n"
+        elif line.endswith("\n"):
+            yield line.encode("latin-1")
+        else:
+            yield line.encode("latin-1") + b"\n\\ No newline at end of file\n"
+
+
+def _file_patch(name: bytes, old: Entry | None, new: Entry | None) -> Iterator[bytes]:
+    yield b"diff --git " + git_name(b"a/", name) + b" " + git_name(b"b/", name) + b"\n"
+    if old is None and new is not None:
+        yield b"new file mode " + new.mode + b"\n"
+    elif new is None and old is not None:
+        yield b"deleted file mode " + old.mode + b"\n"
+    elif old is not None and new is not None and old.mode != new.mode:
+        yield b"old mode " + old.mode + b"\nnew mode " + new.mode + b"\n"
+    before, after = old.blob if old is not None else b"", new.blob if new is not None else b""
+    if before == after:
+        return
+    old_name = git_name(b"a/", name) if old is not None else b"/dev/null"
+    new_name = git_name(b"b/", name) if new is not None else b"/dev/null"
+    if max(len(before), len(after)) > LONGEST_SHOWN or not (_is_text(before) and _is_text(after)):
+        sizes = b" (%d bytes, then %d)\n" % (len(before), len(after))
+        yield b"Binary files " + old_name + b" and " + new_name + b" differ" + sizes
+        return
+    yield from _hunks(before, after, old_name, new_name)
+
+
+def patch(old: Mapping[bytes, Entry], new: Mapping[bytes, Entry]) -> bytes:
+    """Return what leads from ``old`` to ``new``, names sorted by bytes; empty if nothing changed.
+
+    A link that becomes a file, or the other way, is a deletion and a new file, as git writes it. Contents with NUL, and
+    above 512 KiB, are only named.
+    """
+    pieces: list[bytes] = []
+    for name in sorted(old.keys() | new.keys()):
+        before, after = old.get(name), new.get(name)
+        if before == after:
+            continue
+        if before is not None and after is not None and (before.link is None) != (after.link is None):
+            pieces += _file_patch(name, before, None)
+            pieces += _file_patch(name, None, after)
+        else:
+            pieces += _file_patch(name, before, after)
+    return b"".join(pieces)

@@ -1,0 +1,331 @@
+"""Files in and out: push a folder into the workspace, and show what became of it (S6).
+
+The tree that was pushed is kept on our side as ``base.tar``. What comes back is the sandbox's word and is treated as
+hostile: it is never unpacked to disk, only read, within limits.
+"""
+
+import contextlib
+import hashlib
+import os
+import shutil
+import stat
+import tarfile
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from asp.contract import CONTRACT_NAME, Contract
+from asp.errors import AspError, UsageError, quoted
+from asp.patch import Entry, patch
+from asp.state import state_dir
+from asp.terminal import printable
+from asp.transport import Stream, Transport
+
+MAX_TREE_BYTES = 512 << 20
+"""The largest tree that is pushed or compared: it passes through memory once."""
+
+MAX_ENTRIES = 200_000
+"""Names in a tree that is compared; a sandbox can make more than anyone wants to read."""
+
+SECRET_NAMES = frozenset({
+    ".env", ".netrc", ".git-credentials", ".pypirc", ".npmrc", ".dockercfg",
+    "id_rsa", "id_dsa", "id_ecdsa", "id_ed25519",
+})  # fmt: skip
+"""Files that usually hold credentials and never leave this machine."""
+
+SHAREABLE_ENV = (".example", ".sample", ".template", ".dist")
+PUSH_TIMEOUT_S = 600.0
+_BASE = "base.tar"
+
+
+class TreeError(AspError):
+    """A tree cannot be pushed or compared."""
+
+
+@dataclass
+class Pushed:
+    """What a push did.
+
+    ``files`` and ``size`` in bytes went in; ``left_out`` did not, each with its reason; ``git``: a fresh history was made.
+    """
+
+    files: int = 0
+    size: int = 0
+    left_out: list[str] = field(default_factory=list[str])
+    git: bool = False
+
+
+@dataclass(frozen=True)
+class _Found:
+    path: Path
+    name: str
+    status: os.stat_result
+
+
+def _reason_to_leave_out(entry: "os.DirEntry[str]", identity: Path | None) -> str | None:
+    """Return why a name does not travel, or None. Cheap tests first."""
+    name = entry.name
+    if name == CONTRACT_NAME:
+        return "contract"
+    if name == ".git":
+        return "history"
+    if name in SECRET_NAMES or (name.startswith(".env.") and not name.endswith(SHAREABLE_ENV)):
+        return "credentials"
+    if identity is not None and entry.path == str(identity):
+        return "identity"
+    if entry.is_dir(follow_symlinks=False):
+        if name == "__pycache__" or Path(entry.path, "CACHEDIR.TAG").is_file():
+            return "cache"
+        if Path(entry.path, "pyvenv.cfg").is_file():
+            return "virtual environment, its paths are of this machine"
+        return None
+    if not entry.is_symlink() and not entry.is_file(follow_symlinks=False):
+        return "not a regular file"
+    return None
+
+
+def _walk(root: Path, identity: Path | None, report: Pushed) -> Iterator[_Found]:
+    """Yield every file, folder and link that travels, parents first, names sorted; links are not followed."""
+    waiting = [root]
+    while waiting:
+        folder = waiting.pop()
+        try:
+            with os.scandir(folder) as entries:
+                names = sorted(entries, key=lambda entry: entry.name)
+        except OSError as error:
+            msg = f"{printable(str(folder), newlines=False)}: cannot be read ({error.strerror}); nothing was sent"
+            raise TreeError(msg) from error
+        for entry in names:
+            relative = str(Path(entry.path).relative_to(root))
+            reason = _reason_to_leave_out(entry, identity)
+            if reason is not None:
+                report.left_out.append(f"{printable(relative, newlines=False)} ({reason})")
+                continue
+            yield _Found(Path(entry.path), relative, entry.stat(follow_symlinks=False))
+            if entry.is_dir(follow_symlinks=False):
+                waiting.append(Path(entry.path))
+
+
+def _leaves(found: _Found) -> bool:
+    """Whether a link points out of the tree, or by an absolute path, which is a path of this machine."""
+    target = os.readlink(found.path)  # noqa: PTH115 - the text of the link, not a resolved Path
+    if target.startswith("/"):
+        return True
+    landing = os.path.normpath(os.path.join(os.path.dirname(found.name), target))  # noqa: PTH118, PTH120 - pure text
+    return landing == ".." or landing.startswith("../")
+
+
+def pack(root: Path, output: IO[bytes], *, identity: Path | None = None) -> Pushed:
+    """Write the tree below ``root`` as a tar archive (GNU format, which busybox reads too); return what it holds.
+
+    Owners and set-id bits do not travel. Raises TreeError, before anything is sent, for links that leave the tree, for
+    files that cannot be read, and above 512 MiB.
+    """
+    report = Pushed()
+    leaving: list[str] = []
+    with tarfile.open(fileobj=output, mode="w", format=tarfile.GNU_FORMAT, errors="surrogateescape") as archive:
+        for found in _walk(root, identity, report):
+            member = tarfile.TarInfo(found.name)
+            member.mode = stat.S_IMODE(found.status.st_mode) & 0o777
+            member.mtime = int(found.status.st_mtime)
+            if stat.S_ISDIR(found.status.st_mode):
+                member.type = tarfile.DIRTYPE
+                member.mode |= 0o700
+                archive.addfile(member)
+            elif stat.S_ISLNK(found.status.st_mode):
+                if _leaves(found):
+                    leaving.append(printable(found.name, newlines=False))
+                    continue
+                member.type, member.linkname = tarfile.SYMTYPE, os.readlink(found.path)  # noqa: PTH115
+                archive.addfile(member)
+            else:
+                report.size += _add_file(archive, member, found)
+                report.files += 1
+                if report.size > MAX_TREE_BYTES:
+                    msg = f"the folder holds more than {MAX_TREE_BYTES >> 20} MiB; nothing was sent"
+                    raise TreeError(msg)
+    if leaving:
+        shown = ", ".join(leaving[:5]) + (f" and {len(leaving) - 5} more" if len(leaving) > 5 else "")  # noqa: PLR2004
+        msg = f"links that lead out of the folder are not sent; remove them or make them relative: {shown}"
+        raise TreeError(msg)
+    return report
+
+
+def _add_file(archive: tarfile.TarFile, member: tarfile.TarInfo, found: _Found) -> int:
+    try:
+        descriptor = os.open(found.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            member.size = os.fstat(descriptor).st_size
+            archive.addfile(member, file)
+    except OSError as error:
+        msg = f"{printable(found.name, newlines=False)}: cannot be read ({error.strerror or error}); nothing was sent"
+        raise TreeError(msg) from error
+    return member.size
+
+
+def base_folder(contract: Contract) -> Path:
+    """Return the folder on our side that keeps the base tree for this endpoint and workspace."""
+    where = f"{contract.host}\0{contract.port}\0{contract.host_key}\0{contract.workspace}"
+    return state_dir("trees", hashlib.sha256(where.encode("utf-8", "surrogateescape")).hexdigest()[:32])
+
+
+def forget_base(contract: Contract) -> None:
+    """Remove the base tree of a sandbox that is gone."""
+    shutil.rmtree(base_folder(contract), ignore_errors=True)
+
+
+_NOT_EMPTY, _NO_TAR = 91, 92
+_UNPACK = r"""
+if [ "$REPLACE" = yes ]; then find . -mindepth 1 -maxdepth 1 -exec rm -rf {} +; fi
+[ -z "$(ls -A)" ] || exit 91
+command -v tar >/dev/null 2>&1 || exit 92
+tar -xpof - || exit 1
+command -v git >/dev/null 2>&1 || exit 0
+export GIT_CONFIG_NOSYSTEM=1 GIT_CONFIG_GLOBAL=/dev/null
+git -c init.defaultBranch=main init -q --template= && git add -A &&
+git -c user.name=base -c user.email=base -c commit.gpgsign=false -c core.hooksPath=/dev/null \
+  commit -q --allow-empty -m base && echo git
+"""
+
+
+@contextlib.contextmanager
+def _packed(contract: Contract, root: Path) -> Iterator[tuple[bytes, Pushed, Callable[[], None]]]:
+    """Give the packed tree, what it holds, and the function that makes it the base; a failed push changes no base."""
+    identity = None
+    if contract.identity is not None and contract.identity.file is not None:
+        identity = (contract.path.parent / Path(contract.identity.file).expanduser()).resolve()
+    folder = base_folder(contract)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".base.", delete=False) as archive:
+        temporary = Path(archive.name)
+        try:
+            report = pack(root, archive, identity=identity)
+            archive.flush()
+            yield temporary.read_bytes(), report, lambda: _rename(temporary, folder / _BASE)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+def _rename(old: Path, new: Path) -> None:
+    old.rename(new)
+
+
+async def push(transport: Transport, contract: Contract, root: Path, *, replace: bool = False) -> Pushed:
+    """Send the tree below ``root`` into the workspace, make a fresh git history there, and keep the tree as the base.
+
+    ``.asp.json``, ``.git``, files that usually hold credentials, caches and virtual environments stay here. A workspace that
+    is not empty is refused unless ``replace``, which empties it first (never ``/``).
+
+    Raises TreeError (nothing was sent, or tar failed), TransportError.
+    """
+    if replace and str(contract.workspace) == "/":
+        msg = "the workspace is /, which is never emptied; set workspace in the contract"
+        raise UsageError(msg)
+    with _packed(contract, root) as (archive, report, keep_as_base):
+        result = await transport.exec(
+            _UNPACK, stdin=archive, env={"REPLACE": "yes" if replace else "no"}, timeout_s=PUSH_TIMEOUT_S,
+        )
+        if result.status == _NOT_EMPTY:
+            msg = "the workspace is not empty; pass --replace to empty it first (what the sandbox holds is lost)"
+            raise TreeError(msg)
+        if result.status == _NO_TAR:
+            msg = "there is no tar in the sandbox, which push needs"
+            raise TreeError(msg)
+        if result.status != 0 or result.timed_out:
+            msg = f"the sandbox could not unpack the files: {quoted(result.stderr or result.stdout or b'no reason given')}"
+            raise TreeError(msg)
+        keep_as_base()
+    report.git = result.stdout.endswith(b"git\n")
+    return report
+
+
+def _entries(archive_file: IO[bytes]) -> tuple[dict[bytes, Entry], list[str]]:
+    """Read an archive that the sandbox made; return its files and links, and what was odd about it. Writes nothing."""
+    entries: dict[bytes, Entry] = {}
+    odd: list[str] = []
+    size = 0
+    with tarfile.open(fileobj=archive_file, mode="r:", encoding="utf-8", errors="surrogateescape") as archive:
+        for count, member in enumerate(archive):
+            if count > MAX_ENTRIES:
+                msg = f"the workspace holds more than {MAX_ENTRIES} names"
+                raise TreeError(msg)
+            name = os.path.normpath(member.name)
+            if name == ".":
+                continue
+            if name.startswith(("/", "../")) or name == "..":
+                odd.append(f"a name that leads out of the workspace: {quoted(member.name)}")
+                continue
+            if CONTRACT_NAME in name.split("/") or ".git" in name.split("/"):
+                continue
+            raw = name.encode("utf-8", "surrogateescape")
+            if member.issym():
+                entries[raw] = Entry(link=member.linkname.encode("utf-8", "surrogateescape"))
+                continue
+            if not (member.isreg() or member.islnk()):
+                if not member.isdir():
+                    odd.append(f"not a regular file: {quoted(member.name)}")
+                continue
+            content = archive.extractfile(member) if member.size <= MAX_TREE_BYTES else None
+            size += member.size
+            if content is None or size > MAX_TREE_BYTES:
+                msg = f"the workspace holds more than {MAX_TREE_BYTES >> 20} MiB"
+                raise TreeError(msg)
+            entries[raw] = Entry(content.read(), executable=bool(member.mode & 0o100))
+    return entries, odd
+
+
+@contextlib.contextmanager
+def _broken_archive() -> Iterator[None]:
+    try:
+        yield
+    except (tarfile.TarError, EOFError, ValueError, OverflowError, RecursionError, KeyError) as error:
+        msg = f"the sandbox sent an archive that cannot be read: {quoted(str(error))}"
+        raise TreeError(msg) from error
+
+
+def _base_entries(contract: Contract) -> dict[bytes, Entry]:
+    base = base_folder(contract) / _BASE
+    try:
+        with base.open("rb") as file:
+            return _entries(file)[0]
+    except FileNotFoundError as error:
+        msg = "nothing was pushed to this workspace from here; use: asp push"
+        raise TreeError(msg) from error
+
+
+async def diff(transport: Transport, contract: Contract) -> tuple[bytes, list[str]]:
+    """Return the patch from the pushed tree to what the workspace holds now, and what was odd about what came.
+
+    The bytes are the sandbox's: pass them through :func:`asp.terminal.printable` before a terminal sees them. The agent owns
+    the tar and the files there, so this shows what it wants to show (S7).
+
+    Raises TreeError (nothing was pushed from here, or the answer cannot be read), TransportError.
+    """
+    old = _base_entries(contract)
+    with tempfile.TemporaryFile() as received:
+        size = 0
+
+        async def keep(stream: Stream, data: bytes) -> None:
+            nonlocal size
+            if stream is Stream.STDOUT:
+                size += len(data)
+                if size > 2 * MAX_TREE_BYTES:
+                    msg = f"the workspace holds more than {MAX_TREE_BYTES >> 20} MiB"
+                    raise TreeError(msg)
+                received.write(data)
+
+        result = await transport.exec(
+            "tar -cf - --exclude=./.git .", on_output=keep, keep_bytes=1000, timeout_s=PUSH_TIMEOUT_S,
+        )
+        if result.status != 0 and not size:
+            msg = f"the sandbox could not pack its files: {quoted(result.stderr or b'no reason given')}"
+            raise TreeError(msg)
+        received.seek(0)
+        with _broken_archive():
+            new, odd = _entries(received)
+    if result.status != 0:
+        odd.append(f"tar in the sandbox ended with {result.status}: {quoted(result.stderr)}")
+    return patch(old, new), odd
+
+
