@@ -38,9 +38,13 @@ class _Parser(argparse.ArgumentParser):
         self.exit(EXIT_CONFIGURATION, f"{self.prog.partition(' ')[0]}: {shown}; see: {self.prog} --help\n")
 
 
+def _new_parser(prog: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    return _Parser(prog=prog, description=description, epilog=epilog)
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command; each subcommand sets ``run``, from the arguments to an exit status."""
-    parser: argparse.ArgumentParser = _Parser(
+    parser: argparse.ArgumentParser = _new_parser(
         prog="asp",
         description="Use a sandbox that .asp.json describes. The contract is found by walking up from here, "
         f"or named by {trust.ENVIRONMENT_VARIABLE}.",

@@ -11,8 +11,9 @@ from pathlib import Path
 import asyncssh
 
 from asp import hostkey, identity
-from asp.contract import effective_user
+from asp.contract import Contract, effective_user
 from asp.errors import (
+    AspError,
     AuthenticationFailed,
     IdentityError,
     NotSSH,
@@ -138,7 +139,7 @@ class _Client(asyncssh.SSHClient):
         return False
 
 
-async def open_connection(  # noqa: C901 - each failure gets its name
+async def open_connection(
     trusted: TrustedContract, *, allow_same_host: bool = False,
 ) -> Connection:
     """Connect, check the pinned host key, log in, start the guard, make sure that it is not this machine.
@@ -161,7 +162,7 @@ async def open_connection(  # noqa: C901 - each failure gets its name
     client = _Client()
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S + LOGIN_TIMEOUT_S):
-            ssh = await asyncssh.connect(
+            outcome: asyncssh.SSHClientConnection | AspError = await asyncssh.connect(
                 contract.host, contract.port,
                 username=effective_user(contract),
                 client_factory=lambda: client, client_keys=keys,
@@ -177,32 +178,13 @@ async def open_connection(  # noqa: C901 - each failure gets its name
                 connect_timeout=CONNECT_TIMEOUT_S, login_timeout=LOGIN_TIMEOUT_S,
                 keepalive_interval=KEEPALIVE_S, keepalive_count_max=KEEPALIVE_COUNT,
             )  # fmt: skip
-    except asyncssh.HostKeyNotVerifiable as error:
-        offered = "unknown" if client.refused is None else client.refused.get_fingerprint()
-        raise hostkey.mismatch(pin, offered, contract.host, contract.port) from error
-    except asyncssh.PermissionDenied:
-        offer = "the identity" if keys else "a login without a key (the contract names no identity)"
-        msg = f"{where}: the server did not accept {offer}; check connection.user and connection.identity"
-        raise AuthenticationFailed(msg) from None  # asyncssh's text holds the user name, which may be a token
-    except asyncssh.KeyExchangeFailed as error:
-        if "host key" in str(error).lower():
-            raise hostkey.mismatch(pin, f"no key of type {pin.algorithm}", contract.host, contract.port) from error
-        msg = f"{where}: no common algorithms with this server: {quoted(error.reason)}"
-        raise NotSSH(msg) from None
-    except (asyncssh.ConnectionLost, asyncssh.ProtocolError, asyncssh.DisconnectError) as error:
-        msg = f"{where}: the server ended the connection before the login was complete, or does not speak SSH"
-        raise NotSSH(msg) from error
-    except socket.gaierror as error:
-        msg = f"{contract.host}: no such host"
-        raise Unreachable(msg) from error
-    except TimeoutError as error:
-        msg = f"{where}: no answer in time"
-        raise Unreachable(msg) from error
-    except OSError as error:
-        hint = "; is the sandbox up?" if hostkey.is_loopback(contract.host) else ""
-        reason = os.strerror(error.errno) if error.errno else "no address answered"
-        msg = f"{where}: cannot connect ({reason}){hint}"
-        raise Unreachable(msg) from error
+    except (asyncssh.Error, OSError) as error:  # TimeoutError is an OSError
+        outcome = _named(error, pin, client, contract, offered_key=bool(keys))
+    if isinstance(outcome, AspError):
+        # Raised outside the except block: asyncssh's texts hold the user name, which may be a token (C7), and a traceback
+        # prints causes and contexts.
+        raise outcome
+    ssh = outcome
     try:
         guard = await _guarded(ssh, where, allow_same_host=allow_same_host)
     except BaseException:
@@ -210,6 +192,34 @@ async def open_connection(  # noqa: C901 - each failure gets its name
         await ssh.wait_closed()
         raise
     return Connection(trusted, ssh, guard)
+
+
+def _named(
+    error: asyncssh.Error | OSError, pin: hostkey.PinnedKey, client: _Client, contract: Contract, *, offered_key: bool,
+) -> AspError:
+    """Return our error for what asyncssh or the socket said while a connection was opened."""
+    where = f"{contract.host}:{contract.port}"
+    if isinstance(error, asyncssh.HostKeyNotVerifiable):
+        offered = "unknown" if client.refused is None else client.refused.get_fingerprint()
+        return hostkey.mismatch(pin, offered, contract.host, contract.port)
+    if isinstance(error, asyncssh.PermissionDenied):
+        offer = "the identity" if offered_key else "a login without a key (the contract names no identity)"
+        return AuthenticationFailed(
+            f"{where}: the server did not accept {offer}; check connection.user and connection.identity",
+        )
+    if isinstance(error, asyncssh.KeyExchangeFailed):
+        if "host key" in error.reason.lower():
+            return hostkey.mismatch(pin, f"no key of type {pin.algorithm}", contract.host, contract.port)
+        return NotSSH(f"{where}: no common algorithms with this server: {quoted(error.reason)}")
+    if isinstance(error, asyncssh.Error | ConnectionResetError | BrokenPipeError):
+        return NotSSH(f"{where}: the server ended the connection before the login was complete, or does not speak SSH")
+    if isinstance(error, socket.gaierror):
+        return Unreachable(f"{contract.host}: no such host")
+    if isinstance(error, TimeoutError):
+        return Unreachable(f"{where}: no answer in time")
+    hint = "; is the sandbox up?" if hostkey.is_loopback(contract.host) else ""
+    reason = os.strerror(error.errno) if error.errno else "no address answered"
+    return Unreachable(f"{where}: cannot connect ({reason}){hint}")
 
 
 async def _guarded(ssh: asyncssh.SSHClientConnection, where: str, *, allow_same_host: bool) -> Guard:

@@ -64,6 +64,7 @@ class InProcessSandbox:
         self.identity.write_bytes(self._client.export_private_key())
         self.identity.chmod(0o600)
         listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("127.0.0.1", self.port))
         self.port = listener.getsockname()[1]
         await self.server.listen(listener)
