@@ -104,6 +104,11 @@ async def test_done(contract: Path, sandbox: InProcessSandbox, own_home: Path) -
     assert f"Working directory: {sandbox.workspace}" in start["system"]
 
 
+async def test_a_locale_that_cannot_show_the_answer(contract: Path) -> None:
+    ended = await agent(contract, {"text": "\u4e2d"}, PYTHONIOENCODING="ascii")
+    assert (ended.code, ended.out) == (0, "\\u4e2d\n")
+
+
 async def test_json(contract: Path, sandbox: InProcessSandbox) -> None:
     ended = await agent(contract, calls(call("bash", command="pwd")), {"text": "ok \u4e2d"}, options=("--json",))
     assert ended.code == 0
