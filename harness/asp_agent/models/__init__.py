@@ -1,1 +1,50 @@
 """Model drivers: one file each; an SDK is imported only when its driver is used."""
+
+from asp.errors import quoted
+from asp_agent.errors import ModelSetupError
+from asp_agent.messages import Model
+from asp_agent.models.retry import RetryPolicy
+from asp_agent.models.scripted import ScriptedModel
+
+__all__ = ["DEFAULT_MODEL", "open_model"]
+
+DEFAULT_MODEL = "anthropic/claude-sonnet-5-5"
+
+_KNOWN = "anthropic/NAME, scripted/FILE.json"
+
+
+def open_model(spec: str, *, base_url: str | None = None, retry: RetryPolicy | None = None) -> Model:
+    """Open the model that ``spec`` names as ``provider/name``; nothing is sent yet.
+
+    Known are ``anthropic/NAME`` and ``scripted/FILE.json`` (``scripted//abs/path.json`` for an absolute path).
+    ``base_url`` replaces the provider's address. ``retry`` replaces the default policy of 6 tries.
+
+    Raises ModelSetupError: unknown provider, no key, SDK not installed, a bad address, a script that is not valid.
+    """
+    provider, slash, name = spec.partition("/")
+    if not slash or not name:
+        message = f"a model is named provider/name, not {quoted(spec)}; known: {_KNOWN}"
+        raise ModelSetupError(message)
+    policy = retry or RetryPolicy()
+    if provider == "scripted":
+        if base_url is not None:
+            message = "a scripted model calls no API: leave --base-url out"
+            raise ModelSetupError(message)
+        return ScriptedModel(name, retry=policy)
+    if provider == "anthropic":
+        return _open_anthropic(name, base_url, policy)
+    message = f"unknown model provider {quoted(provider)}; known: {_KNOWN}"
+    raise ModelSetupError(message)
+
+
+def _open_anthropic(name: str, base_url: str | None, retry: RetryPolicy) -> Model:
+    try:
+        # Here and not above: the SDK takes 1.6 s to import, and `asp-agent --help` needs none of it.
+        from asp_agent.models.anthropic import AnthropicModel  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in {"anthropic", "httpx2"}:
+            raise
+    else:
+        return AnthropicModel(name, base_url=base_url, retry=retry)
+    message = "the anthropic SDK is not installed; install with: pip install 'asp-agent[agent]'"
+    raise ModelSetupError(message)
