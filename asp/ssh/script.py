@@ -157,7 +157,10 @@ def guard_line(nonce: str, same_host_path: bytes) -> bytes:
     at_the_end = (
         'rm -f -- "$@"; '
         'for __p in $__g; do kill -TERM -$__p; kill -CONT -$__p; eval "__d=\\$__d$__p"; kill -KILL $__d; done 2>/dev/null; '
-        '[ -z "$__g" ] || sleep 2; for __p in $__g; do kill -KILL -$__p; done 2>/dev/null'
+        # Up to the grace of 2 s, but not longer than the last of them lives.
+        "__i=0; while [ $__i -lt 20 ]; do __o=; for __p in $__g; do kill -0 -$__p 2>/dev/null && __o=1; done; "
+        '[ -n "$__o" ] || break; if sleep .1; then __i=$((__i+1)); else sleep 1; __i=$((__i+10)); fi; done 2>/dev/null; '
+        "for __p in $__g; do kill -KILL -$__p; done 2>/dev/null"
     )
     here = quote(same_host_path).decode("latin-1")
     statements = (

@@ -288,6 +288,15 @@ def test_bytes_that_are_not_utf8_and_a_terminal_that_is_ascii(project: Path) -> 
     assert b"Traceback" not in done.stderr
 
 
+def test_an_answer_that_the_terminal_cannot_show(tmp_path: Path) -> None:
+    folder = tmp_path / "é"
+    folder.mkdir()
+    write(folder)
+    done = spawn("check", str(folder), env={**os.environ, "PYTHONIOENCODING": "ascii:strict"})
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert rb"\xe9/.asp.json: ok" in done.stdout
+
+
 def test_a_closed_stdout(project: Path) -> None:
     write(project)
     command = 'exec "$0" -m asp.cli check >&-'

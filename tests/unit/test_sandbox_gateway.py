@@ -206,7 +206,9 @@ async def test_a_wrong_key_and_another_user_are_refused(box: Box) -> None:
     other = asyncssh.generate_private_key("ssh-ed25519")
     for user, key in (("agent", other), ("root", asyncssh.read_private_key(box.key))):
         with pytest.raises(asyncssh.PermissionDenied):
-            await asyncssh.connect("127.0.0.1", box.port, username=user, client_keys=[key], known_hosts=None, config=None, agent_path=None)
+            await asyncssh.connect(
+                "127.0.0.1", box.port, username=user, client_keys=[key], known_hosts=None, config=None, agent_path=None
+            )
 
 
 @pytest.mark.bwrap
@@ -290,7 +292,11 @@ def test_the_gateway_knows_nothing_of_the_caller_s_environment(lab: Lab, box: Bo
 @pytest.mark.bwrap
 def test_control_refuses_what_it_does_not_know(lab: Lab, box: Box) -> None:
     control = lab.state / "gateway" / "control"
-    for request, expected in ((b"{", "failed"), (b'{"verb": "grow"}', "does not know"), (b'{"verb": "start", "name": "repo", "order": {}}', "already")):
+    for request, expected in (
+        (b"{", "failed"),
+        (b'{"verb": "grow"}', "does not know"),
+        (b'{"verb": "start", "name": "repo", "order": {}}', "already"),
+    ):
         with socket.socket(socket.AF_UNIX) as connection:
             folder = os.open(control.parent, os.O_PATH)
             connection.connect(f"/proc/self/fd/{folder}/{control.name}")

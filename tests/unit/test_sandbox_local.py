@@ -39,7 +39,10 @@ def box(lab: Lab) -> Box:
 
 async def test_who_and_where(box: Box) -> None:
     status, output = await box.sh("id -un; id -u; id -g; pwd; echo $HOME; hostname; cat /etc/hostname; touch /workspace/made")
-    assert (status, output.split()) == (0, ["agent", "1000", "1000", "/home/agent", "/home/agent", "sandbox", "sandbox"])
+    assert (status, output.split()) == (
+        0,
+        ["agent", "1000", "1000", "/home/agent", "/home/agent", "sandbox", "sandbox"],
+    )
     assert (box.folder / "workspace" / "made").exists()
 
 
@@ -54,7 +57,13 @@ async def test_kernel_uid_is_never_0(box: Box) -> None:
         status = Path(f"/proc/{pid}/status").read_text()
         uids = next(line.split()[1:] for line in status.splitlines() if line.startswith("Uid:"))
         assert set(uids) == {outside}
-        for line in ("CapEff:\t0000000000000000", "CapBnd:\t0000000000000000", "NoNewPrivs:\t1", "Seccomp:\t2", "Groups:\t"):
+        for line in (
+            "CapEff:\t0000000000000000",
+            "CapBnd:\t0000000000000000",
+            "NoNewPrivs:\t1",
+            "Seccomp:\t2",
+            "Groups:\t",
+        ):
             assert line in status
 
 
@@ -86,7 +95,9 @@ async def test_nothing_of_proc_sys_opens_for_writing(box: Box) -> None:
 
 
 async def test_the_system_is_read_only(box: Box) -> None:
-    _, output = await box.sh("for d in / /etc /usr /usr/bin /dev /run/rt /run/rt/lib /home /var /proc; do touch $d/x 2>/dev/null && echo $d; done")
+    _, output = await box.sh(
+        "for d in / /etc /usr /usr/bin /dev /run/rt /run/rt/lib /home /var /proc; do touch $d/x 2>/dev/null && echo $d; done"
+    )
     assert output == ""
     status, output = await box.sh("for d in /tmp /run /dev/shm ~ /workspace /var/tmp; do echo a > $d/x || exit 1; done")
     assert (status, output) == (0, "")
@@ -153,21 +164,32 @@ async def test_command_lines_show_no_path_of_this_machine(box: Box) -> None:
 
 
 def private_paths(lab: Lab) -> list[str]:
-    paths = {*runtime.machine_paths(), str(lab.folder), str(Path(__file__).parents[2]), sys.prefix, os.path.expanduser("~")}
+    paths = {
+        *runtime.machine_paths(),
+        str(lab.folder),
+        str(Path(__file__).parents[2]),
+        sys.prefix,
+        os.path.expanduser("~"),
+    }
     return sorted(path for path in paths if path not in {"/", "/root", "/usr"} and not path.startswith("/usr/"))
 
 
 async def test_no_file_holds_a_path_of_this_machine(box: Box) -> None:
     # /usr is the system's own, the same for every user of it; it is as it came from its packages.
     patterns = "".join(f"{path}\n" for path in private_paths(box.lab))
-    status, output = await box.sh("cat > /tmp/patterns; cd /; grep -rlFaf /tmp/patterns --exclude=patterns --exclude-dir=proc --exclude-dir=usr / 2>/dev/null | head -5", patterns.encode())
+    status, output = await box.sh(
+        "cat > /tmp/patterns; cd /; grep -rlFaf /tmp/patterns --exclude=patterns --exclude-dir=proc --exclude-dir=usr / 2>/dev/null | head -5",
+        patterns.encode(),
+    )
     assert (status, output) == (0, "")
     planted = f"echo {private_paths(box.lab)[0]} > /tmp/planted; cat > /tmp/patterns; grep -rlFaf /tmp/patterns --exclude=patterns /tmp; rm /tmp/planted"
     assert (await box.sh(planted, patterns.encode()))[1] == "/tmp/planted\n"
 
 
 async def test_accounts_and_secrets_of_the_system_are_absent(box: Box) -> None:
-    _, output = await box.sh("ls /root /etc/shadow /etc/ssh /etc/resolv.conf /etc/machine-id /sys /opt /srv /boot 2>/dev/null; cut -d: -f1 /etc/passwd; ls -A /home")
+    _, output = await box.sh(
+        "ls /root /etc/shadow /etc/ssh /etc/resolv.conf /etc/machine-id /sys /opt /srv /boot 2>/dev/null; cut -d: -f1 /etc/passwd; ls -A /home"
+    )
     assert output.split() == ["root", "agent", "nobody", "agent"]
 
 

@@ -59,7 +59,13 @@ def test_each_rule(machine: str) -> None:
     assert decided(architecture.ioctl, 0, (1 << 32) | 0x541C) == refuse(errno.EPERM)
     assert decided(architecture.ioctl, 0, 0x5401) == ALLOW
     assert decide(program, 0, (), OTHER_AUDIT) == KILL
-    special = {architecture.socket, architecture.socketpair, architecture.clone, architecture.clone3, architecture.ioctl}
+    special = {
+        architecture.socket,
+        architecture.socketpair,
+        architecture.clone,
+        architecture.clone3,
+        architecture.ioctl,
+    }
     for number in set(range(500)) - set(architecture.refused) - special:
         assert decided(number) == ALLOW
 

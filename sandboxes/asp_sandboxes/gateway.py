@@ -1,0 +1,273 @@
+"""The one listener (S1): a process per user that starts sandboxes and joins TCP connections on 127.0.0.1 to their streams.
+
+``asp-sandbox up`` starts it; it ends by itself with the last sandbox, and on SIGTERM. Sandboxes are its children and die
+with it. It is asked over a unix socket in our state directory: one JSON line in, one JSON line out; see :meth:`Gateway.answer`.
+
+TCP stays on this side. A sandbox gets one AF_UNIX listening socket; every connection to the TCP port, if it comes from the
+user's own uid, is joined to a fresh connection to that socket.
+"""
+
+import asyncio
+import contextlib
+import fcntl
+import itertools
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from asp.errors import AspError, TransportError, UsageError, quoted
+from asp.state import state_dir
+from asp_sandboxes import local
+from asp_sandboxes.joining import End, join
+from asp_sandboxes.peer import loopback_peer_uid, unix_peer_uid
+
+MAX_STREAMS = 64
+"""Joined connections of one sandbox at a time; one more is closed unanswered."""
+
+CONTROL_NAME = "control"
+READY = b"ready\n"
+_MAX_REQUEST_BYTES = 1 << 20
+_FIRST_REQUEST_TIMEOUT_S = 60.0
+_BACKLOG = 64
+_MAX_LOG_LINES = 1000
+_log_lines = itertools.count(1)
+_LOOPBACK = "127.0.0.1"
+
+
+class Sandbox(Protocol):
+    """What a provider gives for a started sandbox (S1)."""
+
+    ended: asyncio.Event
+
+    async def open_stream(self, joined: Callable[[], asyncio.Protocol], user: str = ...) -> asyncio.Protocol:
+        """Open a stream to a fresh SSH server inside. Raises TransportError."""
+        ...
+
+    async def stop(self) -> None:
+        """Kill all of it."""
+        ...
+
+
+@dataclass(eq=False)
+class Served:
+    """One running sandbox and its port."""
+
+    sandbox: Sandbox
+    server: asyncio.Server
+    port: int
+    ends: set[End] = field(default_factory=set[End])
+    streams: int = 0
+
+    def close_door(self) -> None:
+        """Listen no longer and cut what is joined."""
+        self.server.close()
+        for end in list(self.ends):
+            end.abort()
+
+
+class Gateway:
+    """All sandboxes of one user. ``idle`` is set when there is none and nobody is asking."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._served: dict[str, Served] = {}
+        self._starting: dict[str, asyncio.Event] = {}
+        self._requests = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.idle = asyncio.Event()
+
+    async def converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer one control connection; a connection of another uid is closed unread."""
+        self._requests += 1
+        try:
+            peer = writer.get_extra_info("socket")
+            if unix_peer_uid(peer) == os.getuid():
+                request = await reader.readline()
+                if request:
+                    answer = await self._answer_or_error(request)
+                    writer.write(json.dumps(answer).encode() + b"\n")
+                    await writer.drain()
+        except (OSError, ValueError) as error:
+            _log(f"control connection: {error}")
+        finally:
+            writer.close()
+            self._requests -= 1
+            self.look_idle()
+
+    async def _answer_or_error(self, request: bytes) -> dict[str, Any]:
+        try:
+            return await self.answer(json.loads(request))
+        except AspError as error:
+            return {"error": str(error), "exit_code": error.exit_code}
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            _log(f"request failed: {error!r}")
+            return {"error": f"the gateway failed: {quoted(str(error))}", "exit_code": 1}
+
+    async def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """Do what is asked: ``start`` (name, order), ``stop`` (name) or ``list``. Raises AspError."""
+        match request["verb"]:
+            case "start":
+                return {"port": await self.start(request["name"], request["order"])}
+            case "stop":
+                return {"stopped": await self.stop(request["name"])}
+            case "list":
+                return {"running": {name: served.port for name, served in self._served.items()}}
+            case verb:
+                msg = f"the gateway does not know {verb!r}"
+                raise UsageError(msg)
+
+    async def start(self, name: str, order: Mapping[str, Any]) -> int:
+        """Start a sandbox and listen for it. Returns the port. Raises UsageError."""
+        if name in self._served or name in self._starting:
+            msg = f"a sandbox named {name} runs already"
+            raise UsageError(msg)
+        started = self._starting[name] = asyncio.Event()
+        try:
+            sandbox: Sandbox = await local.start(local.Order.from_json(order))
+            try:
+                served = await self._listen(sandbox)
+            except BaseException:
+                await sandbox.stop()
+                raise
+            self._served[name] = served
+        finally:
+            del self._starting[name]
+            started.set()
+        self._run(self._forget_when_ended(name, served))
+        _log(f"{name}: listening on {_LOOPBACK}:{served.port}")
+        return served.port
+
+    async def stop(self, name: str) -> bool:
+        """Stop a sandbox, also one that is only starting; return whether there was one."""
+        if name in self._starting:
+            await self._starting[name].wait()
+        served = self._served.get(name)
+        if served is None:
+            return False
+        served.close_door()
+        await served.sandbox.stop()
+        self._forget(name, served)
+        return True
+
+    async def stop_all(self) -> None:
+        """Stop every sandbox."""
+        async with asyncio.TaskGroup() as group:
+            for name in list(self._served):
+                group.create_task(self.stop(name))
+
+    async def _listen(self, sandbox: Sandbox) -> Served:
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listener.bind((_LOOPBACK, 0))
+        port: int = listener.getsockname()[1]
+        served: Served
+
+        def accept() -> End:
+            end = End(lost=lambda: served.ends.discard(end), made=lambda: self._run(self._join(served, end)))
+            served.ends.add(end)
+            return end
+
+        server = await asyncio.get_running_loop().create_server(accept, sock=listener, backlog=_BACKLOG, start_serving=False)
+        served = Served(sandbox, server, port)
+        await server.start_serving()
+        return served
+
+    async def _join(self, served: Served, client: End) -> None:
+        """Join one accepted connection, or close it."""
+        peer = client.connection
+        if peer is None or loopback_peer_uid(peer) != os.getuid():
+            _log("refused a connection that is not from our uid")
+            client.abort()
+            return
+        if served.streams >= MAX_STREAMS:
+            _log(f"refused a connection: {MAX_STREAMS} streams are open")
+            client.abort()
+            return
+        served.streams += 1
+
+        def stream_lost() -> None:
+            served.streams -= 1
+
+        try:
+            stream = await served.sandbox.open_stream(lambda: End(stream_lost))
+        except TransportError as error:
+            served.streams -= 1
+            _log(str(error))
+            client.abort()
+            return
+        if isinstance(stream, End):
+            join(client, stream)
+
+    async def _forget_when_ended(self, name: str, served: Served) -> None:
+        await served.sandbox.ended.wait()
+        served.close_door()
+        await served.sandbox.stop()
+        self._forget(name, served)
+
+    def _forget(self, name: str, served: Served) -> None:
+        if self._served.get(name) is served:
+            del self._served[name]
+            _log(f"{name}: ended")
+            self.look_idle()
+
+    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def look_idle(self) -> None:
+        """Set ``idle`` if nothing holds us."""
+        if not (self._served or self._starting or self._requests):
+            self.idle.set()
+        else:
+            self.idle.clear()
+
+
+def _log(text: str) -> None:
+    """Write a line to the log. Strangers can cause lines (a refused connection), so there is an end to them."""
+    number = next(_log_lines)
+    if number <= _MAX_LOG_LINES:
+        sys.stderr.write(f"{text}\n" if number < _MAX_LOG_LINES else "no more lines are written\n")
+        sys.stderr.flush()
+
+
+async def _serve(folder: Path) -> None:
+    directory = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(CONTROL_NAME, dir_fd=directory)
+    control.bind(f"/proc/self/fd/{directory}/{CONTROL_NAME}")
+    gateway = Gateway()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, gateway.idle.set)
+    server = await asyncio.start_unix_server(gateway.converse, sock=control, limit=_MAX_REQUEST_BYTES)
+    loop.call_later(_FIRST_REQUEST_TIMEOUT_S, gateway.look_idle)  # who started us may have died
+    os.write(1, READY)
+    os.dup2(2, 1)
+    await gateway.idle.wait()
+    server.close()
+    os.unlink(CONTROL_NAME, dir_fd=directory)
+    await gateway.stop_all()
+
+
+def main() -> int:
+    """Run until idle; another gateway of this user that is about to end is waited for."""
+    os.umask(0o077)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # inherited: what crashes in a sandbox leaves nothing on this machine
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    folder = state_dir("gateway")
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    asyncio.run(_serve(folder))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""Join a TCP connection to a stream of a sandbox: bytes, end of stream and pressure go both ways, nothing else does."""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import cast
+
+
+class End(asyncio.Protocol):
+    """One end of a joined pair. What it reads, the other writes; while the other is full, this one does not read.
+
+    ``made`` is called once there is a connection, ``lost`` when it is gone.
+    """
+
+    def __init__(self, lost: Callable[[], None], made: Callable[[], None] | None = None) -> None:
+        """Start apart: what is read before :meth:`joined_to` is kept, and then reading waits."""
+        self._lost = lost
+        self._made = made
+        self._other: End | None = None
+        self._transport: asyncio.Transport | None = None
+        self._early = b""
+        self._early_eof = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Know the transport."""
+        # Reading is not paused here: Python 3.11 undoes that, it starts to read right after.
+        self._transport = cast("asyncio.Transport", transport)
+        if self._made is not None:
+            self._made()
+
+    def joined_to(self, other: "End") -> None:
+        """Hand all on to ``other`` from now on, first what came early."""
+        self._other = other
+        if self._early:
+            other.write(self._early)
+            self._early = b""
+        if self._early_eof:
+            other.write_eof()
+        else:
+            self.resume_reading()
+
+    def data_received(self, data: bytes) -> None:
+        """Hand over what came."""
+        if self._other is not None:
+            self._other.write(data)
+        else:
+            self._early += data
+            self.pause_reading()
+
+    def eof_received(self) -> bool:
+        """Hand over a half-close, and keep the other direction open."""
+        if self._other is not None:
+            self._other.write_eof()
+        else:
+            self._early_eof = True
+        return True
+
+    def pause_writing(self) -> None:
+        """Be full: the other end stops reading."""
+        if self._other is not None:
+            self._other.pause_reading()
+
+    def resume_writing(self) -> None:
+        """Have room again."""
+        if self._other is not None:
+            self._other.resume_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Close the other end once it has written what it holds; a reset is handed on as one."""
+        self._transport = None
+        other, self._other = self._other, None
+        if other is not None:
+            if exc is None:
+                other.close()
+            else:
+                other.abort()
+        self._lost()
+
+    def write(self, data: bytes) -> None:
+        """Write, if there is still somebody to read."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(data)
+
+    def write_eof(self) -> None:
+        """Half-close."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write_eof()
+
+    def pause_reading(self) -> None:
+        """Stop reading, if it is not closing anyway."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Read again."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    def close(self) -> None:
+        """Close after what is still to be written."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Close at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    @property
+    def connection(self) -> socket.socket | None:
+        """The connection itself, to ask who is there; None if it is gone."""
+        if self._transport is None:
+            return None
+        found: socket.socket | None = self._transport.get_extra_info("socket")
+        return found
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the transport is there."""
+        return self._transport is not None
+
+
+def join(one: End, other: End) -> None:
+    """Let two ends talk. If one has gone meanwhile, the other is closed."""
+    if not (one.is_open and other.is_open):
+        one.close()
+        other.close()
+        return
+    one.joined_to(other)
+    other.joined_to(one)

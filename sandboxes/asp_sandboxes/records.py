@@ -1,0 +1,107 @@
+"""What we keep of each sandbox: one folder of our state directory with a record, the client key and the workspace."""
+
+import json
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from asp.errors import UsageError
+from asp.state import state_dir, write_private
+
+NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,30}")
+_RECORD = "sandbox.json"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One sandbox. ``contract`` and ``digest`` say which file we wrote; ``uid`` is its own uid if root started it."""
+
+    name: str
+    provider: str
+    contract: str
+    digest: str = ""
+    port: int = 0
+    uid: int | None = None
+    runtime: str = ""
+
+    @property
+    def folder(self) -> Path:
+        """Where all of it is, mode 0700."""
+        return state_dir("sandboxes", self.name)
+
+    @property
+    def workspace(self) -> Path:
+        """The workspace from the outside: the second door that the agent's uid cannot touch (S7)."""
+        return self.folder / "workspace"
+
+    @property
+    def client_key(self) -> Path:
+        """The private key that logs in."""
+        return self.folder / "key"
+
+    def save(self) -> None:
+        """Write the record. Raises OSError."""
+        write_private(self.folder / _RECORD, json.dumps(asdict(self), indent=1).encode() + b"\n")
+
+
+def load_all() -> Iterator[Record]:
+    """Return the records by name. A folder without a readable record is what a killed ``up`` left: it is named in full."""
+    for folder in sorted(state_dir("sandboxes").iterdir()):
+        if not NAME.fullmatch(folder.name):
+            continue
+        try:
+            yield Record(**json.loads((folder / _RECORD).read_bytes()))
+        except (OSError, ValueError, TypeError):
+            yield Record(name=folder.name, provider="unknown", contract="")
+
+
+def find(name: str) -> Record:
+    """Return one record. Raises UsageError if there is none of that name."""
+    known = {record.name: record for record in load_all()}
+    if name not in known:
+        msg = f"there is no sandbox named {name!r} (there are: {', '.join(known) or 'none'})"
+        raise UsageError(msg)
+    return known[name]
+
+
+def free_name(repository: Path) -> str:
+    """Return a name made from that of the folder, with a number if it is taken."""
+    taken = {record.name for record in load_all()}
+    stem = re.sub(r"[^a-z0-9]+", "-", repository.name.lower()).strip("-")[:24] or "sandbox"
+    number = 1
+    name = stem
+    while name in taken:
+        number += 1
+        name = f"{stem}-{number}"
+    return name
+
+
+def remove_tree(top: Path) -> None:
+    """Remove a folder whose content somebody else made: unreadable folders, any depth, links are not followed.
+
+    Folders are moved up before they are emptied, so neither recursion nor the length of a path limits it. Nothing may still
+    run in it. Raises OSError.
+    """
+    mark = secrets.token_hex(8)
+    moved = 0
+    pending = [top]
+    while pending:
+        folder = pending.pop()
+        folder.chmod(0o700)
+        with os.scandir(folder) as entries:
+            found = list(entries)
+        for entry in found:
+            if not entry.is_dir(follow_symlinks=False):
+                Path(entry.path).unlink()
+                continue
+            Path(entry.path).chmod(0o700)
+            moved += 1
+            target = top / f"{mark}.{moved}"
+            Path(entry.path).rename(target)
+            pending.append(target)
+        if folder != top:
+            folder.rmdir()
+    top.rmdir()
