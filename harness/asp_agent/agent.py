@@ -6,6 +6,7 @@ turn with calls is appended its results are owed, and ``_run_calls`` pays them w
 
 import time
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import asdict, dataclass, field
 
 from asp.errors import AspError, ConnectionLost, TransportError, WorkspaceMissing
@@ -122,19 +123,21 @@ class Agent:
         characters = 0
         turn: AssistantTurn | None = None
         try:
-            with self.watch.stoppable():
-                async for event in self.model.stream(request):
-                    match event:
-                        case TextDelta(text):
-                            pieces.append(text)
-                            characters += len(text)
-                            self.display.streaming(characters)
-                        case Retrying(reason, wait_s, attempt):
-                            pieces, characters = [], 0
-                            self.run_folder.event("retrying", reason=reason, wait_s=wait_s, attempt=attempt)
-                            self.display.retrying(self.redact(reason), wait_s, attempt)
-                        case TurnDone(whole):
-                            turn = whole
+            # aclosing: a stream that is left early would hold its connection until it is collected.
+            async with aclosing(self.model.stream(request)) as events:
+                with self.watch.stoppable():
+                    async for event in events:
+                        match event:
+                            case TextDelta(text):
+                                pieces.append(text)
+                                characters += len(text)
+                                self.display.streaming(characters)
+                            case Retrying(reason, wait_s, attempt):
+                                pieces, characters = [], 0
+                                self.run_folder.event("retrying", reason=reason, wait_s=wait_s, attempt=attempt)
+                                self.display.retrying(self.redact(reason), wait_s, attempt)
+                            case TurnDone(whole):
+                                turn = whole
         finally:
             self.display.streaming(0)
             text = turn.text if turn is not None else "".join(pieces)

@@ -1,6 +1,6 @@
 """The records that the loop, the models and the history share. Neutral between providers; no I/O."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Protocol, TypeAlias
@@ -134,7 +134,7 @@ class Model(Protocol):
         """Values that must never be shown, logged or sent to the sandbox (keys). May be empty."""
         ...
 
-    def stream(self, request: Request) -> AsyncIterator[ModelEvent]:
+    def stream(self, request: Request) -> AsyncGenerator[ModelEvent, None]:
         """Ask, and yield events; the last one is TurnDone. Retries inside, visibly (Retrying). Cancellable at any await.
 
         Raises ModelSetupError (2: no key, unknown model, SDK not installed), ModelRefused (1: the API says no, or

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import asyncssh
 import pytest
 from agent_parts import call, calls, write_script
 
@@ -360,7 +361,8 @@ def test_a_bug_is_one_line_and_a_finished_record(
     import asp.ssh
 
     key = tmp_path / "key"
-    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
+    asyncssh.generate_private_key("ssh-ed25519").write_private_key(str(key))
+    key.chmod(0o600)
     secret = key.read_text().splitlines()[2]
     document = {
         "version": "0",

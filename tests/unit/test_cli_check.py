@@ -1,6 +1,7 @@
 """``asp check`` and ``asp trust``: what they print, where, with which status; never a traceback (L7, L8)."""
 
 import argparse
+import asyncio
 import json
 import os
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from asp import cli, trust
 from asp.contract import CONTRACT_NAME, load, local_user
 from asp.state import state_dir
+from asp.testing import InProcessSandbox
 
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ3w2nq0m2mYpPq6yV1s9G1dQbqY3nK6k1p9l1m1d8Qz"
 
@@ -163,6 +165,18 @@ def test_connect_needs_trust(project: Path, monkeypatch: pytest.MonkeyPatch, cap
     monkeypatch.setattr(cli, "_connect", lambda _, **__: 7)
     status, out, _ = run(capsys, "check", "--connect")
     assert (status, out[-1]) == (1, f"{path}: h:2222: logged in, but `exit 0` ended with status 7")
+
+
+async def test_connect_runs_a_command(sandbox: InProcessSandbox, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = project / CONTRACT_NAME
+    path.write_text(json.dumps(sandbox.document()))
+    path.chmod(0o600)
+    argv = ["check", "--connect", "--allow-same-host", str(path)]
+    status, out, err = await asyncio.to_thread(run, capsys, *argv)
+    assert (status, err) == (0, [])
+    assert out[-1] == f"{path}: ok: 127.0.0.1:{sandbox.port} ran a command"
+    status, _, err = await asyncio.to_thread(run, capsys, "check", "--connect", str(path))
+    assert (status, len(err)) == (2, 1)  # C4: it is this machine
 
 
 def test_connect_to_nobody_is_one_line(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

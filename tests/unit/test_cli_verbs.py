@@ -6,7 +6,6 @@ import os
 import pty
 import signal
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -45,14 +44,14 @@ def contract(folder: Path, document: object, mode: int = 0o600) -> Path:
 
 
 @pytest.fixture
-async def place(tmp_path: Path, sandbox: InProcessSandbox) -> AsyncIterator[Place]:
+async def place(tmp_path: Path, sandbox: InProcessSandbox) -> Place:
     folder = tmp_path / "repository"
     folder.mkdir()
     contract(folder, sandbox.document())
     place = Place(folder)
     status, _, err = await place.run("trust")
     assert (status, err) == (0, "")
-    yield place
+    return place
 
 
 SAME = "--allow-same-host"

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from llmock.pytest_plugin import LLMock
-
 from anthropic_stub import (
     KEY,
     AnthropicStub,
@@ -24,6 +22,8 @@ from anthropic_stub import (
     tool_block,
     turn,
 )
+from llmock.pytest_plugin import LLMock
+
 from asp_agent.errors import ModelError, ModelRefused, ModelSetupError, ModelUnavailable
 from asp_agent.messages import (
     AssistantTurn,

@@ -167,7 +167,8 @@ def test_an_interrupted_up_leaves_nothing(lab: Lab, repository: Path) -> None:
     started(lab, repository, "--name", "first")
     (repository / ".asp.json").rename(repository / "away")
     process = subprocess.Popen(
-        [*COMMAND, "up", "local", "--name", "second"], cwd=repository, env=lab.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [*COMMAND, "up", "local", "--name", "second"],
+        cwd=repository, env=lab.environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     gateway = lab.gateway()
     while len(children(gateway)) < 2 and process.poll() is None:
@@ -285,6 +286,11 @@ def proc(root: Path, **files: str) -> Path:
     return root
 
 
+SETTING = "proc__sys__kernel__"
+FLAGS = "--security-opt seccomp=unconfined --security-opt systempaths=unconfined"
+EPERM = "launcher: unshare: Operation not permitted"
+
+
 @pytest.mark.parametrize(
     ("files", "stderr", "expected"),
     [
@@ -292,13 +298,14 @@ def proc(root: Path, **files: str) -> Path:
         ({}, "Traceback (most recent call last):\n  File x\nValueError: bad key\n", '"ValueError: bad key"'),
         ({}, "", "without a word"),
         ({}, "bwrap: No permissions to create a new namespace", "the kernel forbids it"),
-        ({"proc__sys__user__max_user_namespaces": "0\n"}, "bwrap: Creating new namespace failed: No space left on device", "user.max_user_namespaces=15000"),
-        ({"proc__sys__kernel__unprivileged_userns_clone": "0\n"}, "bwrap: No permissions to create new namespace", "kernel.unprivileged_userns_clone=1"),
-        ({"proc__sys__kernel__apparmor_restrict_unprivileged_userns": "1\n"}, "bwrap: setting up uid map: Permission denied", "apparmor_restrict_unprivileged_userns=0"),
-        ({"proc__self__status": "Name:\tx\nSeccomp:\t2\n"}, "launcher: unshare: Operation not permitted", "seccomp filter"),
-        ({".dockerenv": ""}, "launcher: unshare: Operation not permitted", "--security-opt seccomp=unconfined --security-opt systempaths=unconfined"),
-        ({"run__.containerenv": ""}, "bwrap: Can't mount proc on /newroot/proc: Operation not permitted", "systempaths=unconfined"),
-        ({"proc__self__cgroup": "0::/docker/abc\n", "proc__self__attr__current": "docker-default (enforce)\n"}, "x: Operation not permitted", "apparmor=unconfined"),
+        ({"proc__sys__user__max_user_namespaces": "0\n"}, "x: No space left on device", "user.max_user_namespaces=15000"),
+        ({f"{SETTING}unprivileged_userns_clone": "0\n"}, "bwrap: No permissions to create new namespace", "userns_clone=1"),
+        ({f"{SETTING}apparmor_restrict_unprivileged_userns": "1\n"}, "bwrap: setting up uid map: Permission denied", "userns=0"),
+        ({"proc__self__status": "Name:\tx\nSeccomp:\t2\n"}, EPERM, "seccomp filter"),
+        ({".dockerenv": ""}, EPERM, FLAGS),
+        ({"run__.containerenv": ""}, "bwrap: Can't mount proc on /newroot/proc: Operation not permitted", FLAGS),
+        ({"proc__self__cgroup": "0::/docker/abc\n", "proc__self__attr__current": "docker-default (enforce)\n"}, EPERM,
+         f"{FLAGS} --security-opt apparmor=unconfined"),
     ],
 )  # fmt: skip
 def test_refusals(tmp_path: Path, files: dict[str, str], stderr: str, expected: str) -> None:
@@ -312,8 +319,9 @@ import ctypes, errno, os, struct, sys
 number, command = int(sys.argv[1]), sys.argv[2:]
 def op(code, operand, yes=0, no=0):
     return struct.pack("<HBBI", code, yes, no, operand)
-program = op(0x20, 0) + op(0x15, number, 0, 1) + op(6, 0x50000 | errno.EPERM) + op(0x15, int(os.environ["LAB_CLONE"]), 0, 3) + op(0x20, 16)
-program += op(0x45, 0x10000000, 0, 1) + op(6, 0x50000 | errno.EPERM) + op(0x15, 435, 0, 1) + op(6, 0x50000 | errno.ENOSYS) + op(6, 0x7fff0000)
+refuse, allow = op(6, 0x50000 | errno.EPERM), op(6, 0x7fff0000)
+program = op(0x20, 0) + op(0x15, number, 0, 1) + refuse + op(0x15, 435, 0, 1) + op(6, 0x50000 | errno.ENOSYS)
+program += op(0x15, int(os.environ["LAB_CLONE"]), 0, 2) + op(0x20, 16) + op(0x45, 0x10000000, 1, 0) + allow + refuse
 buffer = ctypes.create_string_buffer(program)
 class Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
@@ -330,7 +338,8 @@ def test_where_namespaces_are_forbidden_one_line_says_what_to_do(lab: Lab, repos
     architecture = ARCHITECTURES[os.uname().machine]
     unshare = 272 if os.uname().machine == "x86_64" else 97
     done = subprocess.run(
-        [sys.executable, "-c", UNDER_A_FILTER, str(unshare), *COMMAND, "up", "local"], cwd=repository, capture_output=True, text=True,
+        [sys.executable, "-c", UNDER_A_FILTER, str(unshare), *COMMAND, "up", "local"],
+        cwd=repository, capture_output=True, text=True,
         env={**lab.environment, "LAB_CLONE": str(architecture.clone)}, timeout=50, check=False,
     )  # fmt: skip
     assert done.returncode == 2
@@ -393,8 +402,13 @@ async def test_the_first_layer_alone_protects_what_is_the_machine_s(tmp_path: Pa
     order, client = order_for(tmp_path, runtime.stage())
     sandbox = await local.start(order, proc_sys_read_only=False)
     try:
-        script = "for f in kernel/core_pattern kernel/hostname vm/drop_caches kernel/sysrq fs/suid_dumpable; do : 2>/dev/null >>/proc/sys/$f && echo opened $f; done; grep ' /proc/sys ' /proc/self/mountinfo"
+        script = (
+            "for f in kernel/core_pattern kernel/modprobe vm/drop_caches kernel/sysrq fs/suid_dumpable; do "
+            "(: >>/proc/sys/$f) 2>/dev/null && echo opened $f; done; grep ' /proc/sys ' /proc/self/mountinfo"
+        )
         assert await said_inside(sandbox, tmp_path, client, script) == ""
+        if ROOT:  # what kernel uid 0 could do
+            os.close(os.open("/proc/sys/kernel/core_pattern", os.O_WRONLY))
     finally:
         await sandbox.stop()
 

@@ -107,10 +107,11 @@ SYSTEM_CALLS = """
 import ctypes, errno, json, os, socket
 libc = ctypes.CDLL(None, use_errno=True)
 x86 = os.uname().machine == "x86_64"
-numbers = {"io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "fsopen": 430, "fsmount": 432, "move_mount": 429,
-    "open_tree": 428, "mount_setattr": 442, "clone3": 435,
+numbers = {"io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "fsopen": 430, "fsmount": 432,
+    "move_mount": 429, "open_tree": 428, "mount_setattr": 442, "clone3": 435,
     "keyctl": 250 if x86 else 219, "add_key": 248 if x86 else 217, "request_key": 249 if x86 else 218, "bpf": 321 if x86 else 280,
-    "perf_event_open": 298 if x86 else 241, "userfaultfd": 323 if x86 else 282, "mount": 165 if x86 else 40, "umount2": 166 if x86 else 39,
+    "perf_event_open": 298 if x86 else 241, "userfaultfd": 323 if x86 else 282, "mount": 165 if x86 else 40,
+    "umount2": 166 if x86 else 39,
     "pivot_root": 155 if x86 else 41, "setns": 308 if x86 else 268}
 said = {}
 for name, number in numbers.items():
@@ -145,7 +146,10 @@ async def test_refused_system_calls(box: Box) -> None:
 
 
 async def test_processes_and_threads_still_work(box: Box) -> None:
-    script = "import threading, subprocess; t = threading.Thread(target=print, args=('thread',)); t.start(); t.join(); print(subprocess.run(['echo', 'child'], capture_output=True).stdout)"
+    script = (
+        "import threading, subprocess\nt = threading.Thread(target=print, args=('thread',))\nt.start()\nt.join()\n"
+        "print(subprocess.run(['echo', 'child'], capture_output=True).stdout)"
+    )
     assert (await box.run_python(script)).split() == ["thread", "b'child\\n'"]
 
 
@@ -178,17 +182,22 @@ async def test_no_file_holds_a_path_of_this_machine(box: Box) -> None:
     # /usr is the system's own, the same for every user of it; it is as it came from its packages.
     patterns = "".join(f"{path}\n" for path in private_paths(box.lab))
     status, output = await box.sh(
-        "cat > /tmp/patterns; cd /; grep -rlFaf /tmp/patterns --exclude=patterns --exclude-dir=proc --exclude-dir=usr / 2>/dev/null | head -5",
+        "cat > /tmp/patterns; cd /; "
+        "grep -rlFaf /tmp/patterns --exclude=patterns --exclude-dir=proc --exclude-dir=usr / 2>/dev/null | head -5",
         patterns.encode(),
     )
     assert (status, output) == (0, "")
-    planted = f"echo {private_paths(box.lab)[0]} > /tmp/planted; cat > /tmp/patterns; grep -rlFaf /tmp/patterns --exclude=patterns /tmp; rm /tmp/planted"
+    planted = (
+        f"echo {private_paths(box.lab)[0]} > /tmp/planted; cat > /tmp/patterns; "
+        "grep -rlFaf /tmp/patterns --exclude=patterns /tmp; rm /tmp/planted"
+    )
     assert (await box.sh(planted, patterns.encode()))[1] == "/tmp/planted\n"
 
 
 async def test_accounts_and_secrets_of_the_system_are_absent(box: Box) -> None:
     _, output = await box.sh(
-        "ls /root /etc/shadow /etc/ssh /etc/resolv.conf /etc/machine-id /sys /opt /srv /boot 2>/dev/null; cut -d: -f1 /etc/passwd; ls -A /home"
+        "ls /root /etc/shadow /etc/ssh /etc/resolv.conf /etc/machine-id /sys /opt /srv /boot 2>/dev/null; "
+        "cut -d: -f1 /etc/passwd; ls -A /home"
     )
     assert output.split() == ["root", "agent", "nobody", "agent"]
 
@@ -229,7 +238,10 @@ def inodes(process: str, kind: str, column: int) -> set[str]:
 
 
 async def test_the_host_key_cannot_be_taken(box: Box) -> None:
-    script = "import os\nfor n in ('environ', 'mem', 'fd', 'cwd'):\n try: (os.listdir if n == 'fd' else open)(f'/proc/2/{n}'); print(n)\n except OSError as e: print(e.errno)"
+    script = (
+        "import os\nfor n in ('environ', 'mem', 'fd', 'cwd'):\n"
+        " try: (os.listdir if n == 'fd' else open)(f'/proc/2/{n}'); print(n)\n except OSError as e: print(e.errno)"
+    )
     assert (await box.run_python(script)).split() == ["13"] * 4
     assert "server.py" in (await box.sh("cat /proc/2/cmdline"))[1]
 

@@ -1,4 +1,4 @@
-"""The system-call filter, decided by an interpreter of BPF for both architectures (the kernel's own is asked in test_sandbox_local)."""
+"""The system-call filter, decided by a small interpreter of BPF for both machines; test_sandbox_local asks the kernel's."""
 
 import errno
 import struct

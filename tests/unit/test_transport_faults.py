@@ -103,7 +103,7 @@ async def test_a_connection_cut_after_the_status_but_before_the_output_is_lost(
     """The status alone does not make a result: what the command wrote may be missing."""
 
     def end(channel: "asyncssh.SSHServerChannel[bytes]") -> None:
-        channel._send_request(b"exit-status", asyncssh.packet.UInt32(0))  # noqa: SLF001 - no public call sends it alone
+        channel._send_request(b"exit-status", asyncssh.packet.UInt32(0))
         channel.get_connection().abort()
 
     transport = await misbehave(end)
@@ -220,7 +220,7 @@ async def test_a_login_shell_that_ends(tmp_path: Path, shell: str) -> None:
 async def test_login_noise_is_not_output(tmp_path: Path) -> None:
     """P30, E2: a login shell that prints on both streams."""
     shell = tmp_path / "noisy"
-    shell.write_text("#!/bin/bash\necho WELCOME; echo NOISE >&2\nexec /bin/bash \"$@\"\n")
+    shell.write_text('#!/bin/bash\necho WELCOME; echo NOISE >&2\nexec /bin/bash "$@"\n')
     shell.chmod(0o755)
     async with InProcessSandbox(tmp_path / "box", shell=str(shell)) as box, open_transport(
         trusted(box.document(), tmp_path), allow_same_host=True,

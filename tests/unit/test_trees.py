@@ -115,7 +115,8 @@ async def test_the_patch_applies(place: tuple[SSHTransport, Contract, Path, Path
     await trees.push(transport, contract, repository)
     script = (
         "printf 'a\\nB\\nc\\n' > changed; printf 'a\\r\\nX\\rc\\r\\n' > crlf; rm deleted; printf 'no newline!' > tail; "
-        "chmod +x mode; rm was-link; echo file > was-link; ln -s changed link; printf 'h\\n' > \"$(printf 'o\\td\"d\\n\\303\\251')\"; "
+        "chmod +x mode; rm was-link; echo file > was-link; ln -s changed link; "
+        "printf 'h\\n' > \"$(printf 'o\\td\"d\\n\\303\\251')\"; "
         "mkdir -p new/dir; echo n > new/dir/f; echo x > empty; echo evil > .asp.json; mkdir -p sub/.git; echo h > sub/.git/config"
     )
     assert (await transport.exec(script)).status == 0

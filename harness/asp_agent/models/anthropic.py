@@ -192,7 +192,7 @@ class AnthropicModel:
             stream=True,
         )
 
-    def _explain(self, error: Exception) -> ModelError | None:  # noqa: C901, PLR0911 - one case for each failure
+    def _explain(self, error: Exception) -> ModelError | None:  # noqa: C901 - one case for each failure
         """Name what went wrong in one try; None if it is a bug of ours."""
         host = self._client.base_url.host
         match error:

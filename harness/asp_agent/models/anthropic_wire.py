@@ -256,7 +256,7 @@ def _finite(text: str) -> float:
     return number
 
 
-def encodable(value: Any, depth: int = 0) -> Any:
+def encodable(value: Any, depth: int = 0) -> Any:  # noqa: ANN401 - any JSON value, and the same kind comes back
     r"""Return the JSON value with lone surrogates replaced: one of them in any text would make the request unsendable.
 
     They come from ``\ud800`` in a model's JSON and from undecodable bytes on a command line; pairs are joined.
