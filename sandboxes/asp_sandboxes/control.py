@@ -49,7 +49,7 @@ def ask(request: Mapping[str, Any], *, start: bool = False) -> dict[str, Any]:
         try:
             answer = _converse(request)
         except GatewayGone:
-            # Also when it answers nothing: it was about to end, idle, when we came. It had not read the request.
+            # Also when it answers nothing: it was about to end, idle, when we came, or it died. What it started died with it.
             if not start or attempt == _TRIES - 1:
                 raise
             _start_gateway()

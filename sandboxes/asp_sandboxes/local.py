@@ -65,9 +65,10 @@ class Order:
     @classmethod
     def from_json(cls, sent: Mapping[str, Any]) -> Self:
         """Read it back. Raises KeyError or TypeError if it is not one."""
-        names = ("folder", "workspace", "runtime", "bwrap", "bwrap_libraries")
-        paths = {name: None if sent[name] is None else Path(sent[name]) for name in names}
-        return cls(**{**sent, **paths})
+        values: dict[str, Any] = dict(sent)
+        for name in ("folder", "workspace", "runtime", "bwrap", "bwrap_libraries"):
+            values[name] = None if sent[name] is None else Path(sent[name])
+        return cls(**values)
 
 
 class LocalSandbox:
@@ -147,6 +148,9 @@ async def start(order: Order, *, proc_sys_read_only: bool = True) -> LocalSandbo
 
     Raises UsageError, one line, if this machine does not allow it.
     """
+    if os.geteuid() == 0 and not order.uid:
+        msg = "a sandbox is never started with uid 0; it needs a uid of its own"
+        raise UsageError(msg)
     shell = bubblewrap.login_shell()
     with contextlib.ExitStack() as info_end, contextlib.ExitStack() as handed_over:
         info = _Descriptor.pipe(info_end, handed_over)

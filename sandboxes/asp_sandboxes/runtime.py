@@ -98,8 +98,12 @@ def machine_paths() -> list[str]:
     The system's own directories (``/usr``, ``/root``) are no secret, and neither are names as short as words.
     """
     candidates = {
-        sys.prefix, sys.base_prefix, str(_server_source().parent.parent), str(state_dir()), os.path.expanduser("~"),
-    }  # fmt: skip
+        sys.prefix,
+        sys.base_prefix,
+        str(_server_source().parent.parent),
+        str(state_dir()),
+        os.path.expanduser("~"),  # noqa: PTH111 - Path's raises where there is none
+    }
     candidates |= {os.path.realpath(path) for path in candidates}
     found = {path for path in candidates - {"/root"} if len(path) >= _SHORTEST and not path.startswith(("/usr", "~"))}
     return sorted(found, key=len, reverse=True)
@@ -199,8 +203,8 @@ def _neutral_paths() -> Replacements:
     for path in map(os.fsencode, machine_paths()):
         end = b"/" + path.rpartition(b"/")[2] if path == os.fsencode(sys.base_prefix) else b""
         start = next(place for place in (bytes(MOUNT), b"/tmp", b"") if len(place) + len(end) <= len(path))
-        # Whole names only: /work/main is not in /work/mainline. What is before it tells nothing (-L/work/main), except that
-        # a path of one name, /work, would be found in every other path with that name in it.
+        # Whole names only: /src/app is not in /src/apple. What is before it tells nothing (-L/src/app), except that
+        # a path of one name, /app, would be found in every other path with that name in it.
         before = rb"(?<![\w.-])" if path.count(b"/") == 1 else b""
         pattern = re.compile(before + re.escape(path) + rb"(?![\w.-])")
         pairs.append((pattern, start.ljust(len(path) - len(end), b"/") + end))

@@ -413,6 +413,17 @@ async def test_the_first_layer_alone_protects_what_is_the_machine_s(tmp_path: Pa
         await sandbox.stop()
 
 
+async def test_root_without_a_uid_for_the_sandbox_starts_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    nowhere = Path("/nonexistent")
+    for uid in (None, 0):
+        order = local.Order(
+            tmp_path, tmp_path, "python", None, tmp_path, "", "", uid, nowhere, None, disable_user_namespaces=True
+        )
+        with pytest.raises(UsageError, match="never started with uid 0"):
+            await local.start(order)
+
+
 @pytest.mark.bwrap
 async def test_with_our_own_interpreter(tmp_path: Path, repository: Path) -> None:
     staged = runtime.stage(own_interpreter=True)

@@ -49,11 +49,12 @@ def test_a_missing_bubblewrap_is_one_line(tmp_path: Path) -> None:
         pytest.skip("the wheel's bubblewrap is installed")
     tools = tmp_path / "tools"
     tools.mkdir()
-    for name in ("sh", "dirname", "id", "cat", "mktemp"):
+    for name in ("sh", "dirname", "id", "cat", "mktemp", "mkdir", "cp", "rm", "sed"):
         (tools / name).symlink_to(shutil.which(name) or "/bin/false")
     done = run_demo(tmp_path, "--no-install", PATH=str(tools))
     assert done.returncode == 2
-    assert done.stderr == "demo: this needs: bubblewrap; type: sudo apt-get install bubblewrap\n"
+    assert done.stderr.count("\n") == 1
+    assert "apt-get install bubblewrap" in done.stderr
 
 
 def test_wrong_arguments(tmp_path: Path) -> None:
