@@ -175,7 +175,6 @@ class _Session:
             timeout_s=limits.timeout_s,
             run=str(self._folder.path),
         )
-        self._display.start(header)
         with watch.listening(limits.timeout_s):
             async with contextlib.AsyncExitStack() as stack:
                 stack.push_async_callback(model.aclose)
@@ -184,6 +183,7 @@ class _Session:
                         ssh.open_transport(trusted, allow_same_host=options.allow_same_host)
                     )
                     facts = await prompt.look(transport)
+                self._display.start(header)  # not before: a run that cannot begin is one line
                 system = prompt.system_prompt(facts, str(transport.workspace))
                 self._folder.event("start", system=system, facts=facts)
                 self._agent = Agent(model, transport, DEFAULT_TOOLS, system, self._folder, self._display, redact, watch, limits)

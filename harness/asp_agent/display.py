@@ -149,7 +149,7 @@ class TextDisplay:
         """Write the answer to stdout if the run is done; how it ended to stderr."""
         if outcome.message:
             self._line(f"asp-agent: {printable(outcome.message)}", wrap=True)
-        if run is not None:
+        if run is not None and outcome.turns:
             self._line(f"{outcome.reason}: {outcome.turns} turns, {_tokens(outcome.usage)}, {duration_s:.1f} s", "2")
         if outcome.exit_code == 0:
             self._out.write(printable(outcome.text.strip()) + "\n")

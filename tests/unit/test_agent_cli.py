@@ -210,14 +210,15 @@ async def test_c4_this_machine_is_refused_without_the_option(contract: Path) -> 
     script = write_script(contract.parent, calls(call("bash", command="touch ran")))
     ended = await run("run", "x", "--model", f"scripted/{script}", "--contract", str(contract), cwd=contract.parent)
     assert ended.code == 2
-    assert "same_host" in ended.err or "this machine" in ended.err
+    assert ended.err.count("\n") == 1
+    assert "the machine you are on" in ended.err
 
 
 async def test_p84_a_dead_sandbox_costs_no_model_call(contract: Path, sandbox: InProcessSandbox, own_home: Path) -> None:
     await sandbox.aclose()
     ended = await agent(contract, calls(call("write", path="marker", content="x")), options=("--json",))
     assert ended.code == 4
-    assert [line["type"] for line in ended.lines] == ["start", "result"]
+    assert [line["type"] for line in ended.lines] == ["result"]
     assert ended.lines[-1]["reason"] == "unreachable"
     assert not list(contract.parent.glob("marker*"))
     assert [json.loads(line)["type"] for line in (run_folder(own_home) / "events.jsonl").read_text().splitlines()] == ["final"]

@@ -8,12 +8,14 @@ import signal
 import sys
 from pathlib import Path
 
+import asyncssh
 import pytest
 from conftest import OpenSSH
 
 from asp.testing import InProcessSandbox
 
 ASP = str(Path(sys.executable).with_name("asp"))
+AGENT = str(Path(sys.executable).with_name("asp-agent"))
 
 
 class Place:
@@ -22,9 +24,16 @@ class Place:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
+    async def agent(self, *words: str) -> tuple[int, bytes, str]:
+        """Run asp-agent; the script that it names is not there, which it must not come to."""
+        process = await self.start("run", "x", "--model", "scripted/none.json", *words, program=AGENT)
+        out, err = await asyncio.wait_for(process.communicate(), 30)
+        assert b"Traceback" not in err
+        return process.returncode or 0, out, err.decode()
+
     async def start(self, *words: str, **fields: object) -> asyncio.subprocess.Process:
         return await asyncio.create_subprocess_exec(
-            ASP, *words, cwd=self.folder, stdin=fields.get("stdin", asyncio.subprocess.DEVNULL),  # type: ignore[arg-type]
+            str(fields.get("program", ASP)), *words, cwd=self.folder, stdin=fields.get("stdin", asyncio.subprocess.DEVNULL),  # type: ignore[arg-type]
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
             env={"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "XDG_STATE_HOME": os.environ["XDG_STATE_HOME"]},
         )  # fmt: skip
@@ -167,8 +176,8 @@ async def test_contracts_that_must_not_be_used(tmp_path: Path, document: object,
     if document is not None:
         contract(folder, document, mode)
     place = Place(folder)
-    for verb, code in ((("read", "x"), 2), (("exec", "true"), 255)):
-        status, out, err = await place.run(*verb)
+    for ended, code in ((place.run("read", "x"), 2), (place.run("exec", "true"), 255), (place.agent(), 2)):
+        status, out, err = await ended
         assert (status, out, err.count("\n")) == (code, b"", 1), err
         assert words in err
         assert "connect (" not in err
@@ -181,6 +190,22 @@ async def test_another_owners_contract(tmp_path: Path) -> None:
     os.chown(contract(folder, BASE), 12345, 12345)
     status, _out, err = await Place(folder).run("read", "x")
     assert (status, err.count("\n")) == (2, 1)
+    assert (await Place(folder).agent())[::2] == (2, err.replace("asp:", "asp-agent:"))
+
+
+async def test_a_wrong_pin(place: Place, sandbox: InProcessSandbox) -> None:
+    """C6: one line with both fingerprints, and no login was tried."""
+    other = asyncssh.generate_private_key("ssh-ed25519")
+    document = sandbox.document()
+    document["connection"]["host_key"] = " ".join(other.export_public_key().decode().split()[:2])
+    path = contract(place.folder, document)
+    (place.folder / "none.json").write_text('{"turns": [{"text": "x"}]}')
+    for ended in (place.run("read", "--contract", str(path), "x"), place.agent("--contract", str(path))):
+        status, out, err = await ended
+        assert (status, out) == (2, b"")
+        assert err.count("\n") == 1
+        assert err.count("SHA256:") == 2
+    assert sandbox.server.logins == []
 
 
 @pytest.mark.openssh
@@ -194,4 +219,11 @@ async def test_this_machines_own_sshd_with_the_users_own_key(tmp_path: Path, ope
     status, out, err = await Place(folder).run("write", "--contract", str(path), "marker", given=b"x")
     assert (status, out, err.count("\n")) == (2, b"", 1), err
     assert "machine you are on" in err
+    (folder / "none.json").write_text(
+        '{"turns": [{"tool_calls": [{"name": "bash", "arguments": {"command": "touch marker"}}]}, {"text": "x"}]}',
+    )
+    status, out, err = await Place(folder).agent("--contract", str(path))
+    assert (status, out) == (2, b"")
+    assert "machine you are on" in err
+    assert err.count("\n") == 1
     assert not (tmp_path / "marker").exists()

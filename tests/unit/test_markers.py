@@ -47,7 +47,8 @@ async def test_keys_and_tokens_are_nowhere(tmp_path: Path, own_home: Path) -> No
         given = ("--contract", str(project / ".asp.json"), "--allow-same-host")
         outputs = []
         async with AnthropicStub(
-            turn("x", [("bash", {"command": "cat leak; base64 -w0 leak"}), ("read", {"path": "leak"})]), turn(f"It says {TOKEN}."),
+            turn("x", [("bash", {"command": "cat leak; base64 -w0 leak"}), ("read", {"path": "leak"})]),
+            turn(f"It says {TOKEN}."),
         ) as stub:
             for options in ((), ("--json",)):
                 stub.add(turn("Again."))
@@ -59,7 +60,8 @@ async def test_keys_and_tokens_are_nowhere(tmp_path: Path, own_home: Path) -> No
             bodies = json.dumps(stub.bodies)
         for words in (("exec", *given, "--json", "exit 3"), ("check", str(project)), ("trust", str(project)),
                       ("exec", *given, "--timeout", "0.1", "sleep 5"), ("read", *given, "nope")):  # fmt: skip
-            outputs.append((await run("asp", *words, cwd=project))[1])
+            _status, out = await run("asp", *words, cwd=project)
+            outputs.append(out)
     # Now nobody listens, and then somebody who refuses: the errors name the endpoint and not who wanted in.
     outputs.append((await run("asp", "exec", *given, "true", cwd=project))[1])
     async with InProcessSandbox(tmp_path / "other", user="somebody") as other:
@@ -105,7 +107,8 @@ async def test_nothing_in_the_sandbox_tells_of_this_machine(tmp_path: Path) -> N
             needles = "".join(f"{path}\n" for path in sorted(paths)) + ".asp.json\nASP_CONTRACT\n"
             # -D skip: devices are not read; /sys is the kernel's, as /proc is; the server's own text names the format.
             found = await transport.exec(
-                "cat > /tmp/needles; grep -rlsF -D skip -f /tmp/needles / --exclude-dir=proc --exclude-dir=sys --exclude=needles; "
+                "cat > /tmp/needles; "
+                "grep -rlsF -D skip -f /tmp/needles / --exclude-dir=proc --exclude-dir=sys --exclude=needles; "
                 "tr '\\0' ' ' < /proc/1/cmdline >&2; ls -A /workspace >&2; find / -name .asp.json -not -path '/proc/*' >&2",
                 stdin=needles.encode(), timeout_s=55,
             )
