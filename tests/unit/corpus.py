@@ -64,7 +64,7 @@ SCRIPTS: list[bytes] = [
     b"shopt -s expand_aliases; alias ll='echo L'\nll",
     b'echo "a\\\nb"',
     b"eval 'if'",
-    b". /nonexistent",
+    b". ./no-such-file",
     b"function g { local -r z=1; z=2; }; g; echo after",
     b"printf '%s' '" + b"\n" * 300 + b"' | wc -l",
     b"echo 'a'\\''b' \"it's\" $'q\\'q'",

@@ -108,7 +108,7 @@ async def test_nothing_in_the_sandbox_tells_of_this_machine(tmp_path: Path) -> N
             # -D skip: devices are not read; /sys is the kernel's, as /proc is; the server's own text names the format.
             found = await transport.exec(
                 "cat > /tmp/needles; "
-                "grep -rlsF -D skip -f /tmp/needles / --exclude-dir=proc --exclude-dir=sys --exclude=needles; "
+                "LC_ALL=C grep -rlsF -D skip -f /tmp/needles / --exclude-dir=proc --exclude-dir=sys --exclude=needles; "
                 "tr '\\0' ' ' < /proc/1/cmdline >&2; ls -A /workspace >&2; find / -name .asp.json -not -path '/proc/*' >&2",
                 stdin=needles.encode(), timeout_s=55,
             )
