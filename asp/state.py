@@ -37,10 +37,14 @@ def state_dir(*parts: str) -> Path:
 
 def _home() -> Path:
     try:
-        return Path.home()
+        home = Path.home()
     except RuntimeError as error:
         msg = "no home directory is known for this user; set HOME or XDG_STATE_HOME"
         raise UsageError(msg) from error
+    if not home.is_dir():  # root could make it, and would leave a home behind that nobody asked for
+        msg = f"{home}: the home directory does not exist; set HOME or XDG_STATE_HOME"
+        raise UsageError(msg)
+    return home
 
 
 def write_private(path: Path, data: bytes) -> None:
