@@ -399,10 +399,11 @@ class SandboxServer:
         """Stop listening, close every connection, kill what still runs."""
         if self._acceptor is not None:
             self._acceptor.close()
-            await self._acceptor.wait_closed()
         for connection in list(self.connections):
             connection.abort()
             await connection.wait_closed()
+        if self._acceptor is not None:  # last: since Python 3.12 it waits for the connections
+            await self._acceptor.wait_closed()
         running = list(self.commands)
         for command in running:
             command.kill()

@@ -26,6 +26,9 @@ from asp.transport import Stream, Transport
 MAX_TREE_BYTES = 512 << 20
 """The largest tree that is pushed or compared: it passes through memory once."""
 
+MAX_HEADER_BYTES = 64 << 10
+"""pax headers that stand for all members; tar sends none of them by itself."""
+
 MAX_ENTRIES = 200_000
 """Names in a tree that is compared; a sandbox can make more than anyone wants to read."""
 
@@ -62,6 +65,7 @@ class _Found:
     path: Path
     name: str
     status: os.stat_result
+    link: str
 
 
 def _reason_to_leave_out(entry: "os.DirEntry[str]", identity: Path | None) -> str | None:
@@ -86,6 +90,10 @@ def _reason_to_leave_out(entry: "os.DirEntry[str]", identity: Path | None) -> st
     return None
 
 
+def _unreadable(name: str, error: OSError) -> TreeError:
+    return TreeError(f"{printable(name, newlines=False)}: cannot be read ({error.strerror or error}); nothing was sent")
+
+
 def _walk(root: Path, identity: Path | None, report: Pushed) -> Iterator[_Found]:
     """Yield every file, folder and link that travels, parents first, names sorted; links are not followed."""
     waiting = [root]
@@ -95,25 +103,28 @@ def _walk(root: Path, identity: Path | None, report: Pushed) -> Iterator[_Found]
             with os.scandir(folder) as entries:
                 names = sorted(entries, key=lambda entry: entry.name)
         except OSError as error:
-            msg = f"{printable(str(folder), newlines=False)}: cannot be read ({error.strerror}); nothing was sent"
-            raise TreeError(msg) from error
+            raise _unreadable(str(folder), error) from error
         for entry in names:
             relative = str(Path(entry.path).relative_to(root))
             reason = _reason_to_leave_out(entry, identity)
             if reason is not None:
                 report.left_out.append(f"{printable(relative, newlines=False)} ({reason})")
                 continue
-            yield _Found(Path(entry.path), relative, entry.stat(follow_symlinks=False))
-            if entry.is_dir(follow_symlinks=False):
+            try:
+                status = entry.stat(follow_symlinks=False)
+                link = str(Path(entry.path).readlink()) if stat.S_ISLNK(status.st_mode) else ""
+            except OSError as error:  # it went while we looked
+                raise _unreadable(relative, error) from error
+            yield _Found(Path(entry.path), relative, status, link)
+            if stat.S_ISDIR(status.st_mode):
                 waiting.append(Path(entry.path))
 
 
 def _leaves(found: _Found) -> bool:
     """Whether a link points out of the tree, or by an absolute path, which is a path of this machine."""
-    target = os.readlink(found.path)  # noqa: PTH115 - the text of the link, not a resolved Path
-    if target.startswith("/"):
+    if found.link.startswith("/"):
         return True
-    landing = os.path.normpath(os.path.join(os.path.dirname(found.name), target))  # noqa: PTH118, PTH120 - pure text
+    landing = os.path.normpath(os.path.join(os.path.dirname(found.name), found.link))  # noqa: PTH118, PTH120 - pure text
     return landing == ".." or landing.startswith("../")
 
 
@@ -138,14 +149,11 @@ def pack(root: Path, output: IO[bytes], *, identity: Path | None = None) -> Push
                 if _leaves(found):
                     leaving.append(printable(found.name, newlines=False))
                     continue
-                member.type, member.linkname = tarfile.SYMTYPE, os.readlink(found.path)  # noqa: PTH115
+                member.type, member.linkname = tarfile.SYMTYPE, found.link
                 archive.addfile(member)
             else:
-                report.size += _add_file(archive, member, found)
+                report.size += _add_file(archive, member, found, MAX_TREE_BYTES - report.size)
                 report.files += 1
-                if report.size > MAX_TREE_BYTES:
-                    msg = f"the folder holds more than {MAX_TREE_BYTES >> 20} MiB; nothing was sent"
-                    raise TreeError(msg)
     if leaving:
         shown = ", ".join(leaving[:5]) + (f" and {len(leaving) - 5} more" if len(leaving) > 5 else "")  # noqa: PLR2004
         msg = f"links that lead out of the folder are not sent; remove them or make them relative: {shown}"
@@ -153,15 +161,18 @@ def pack(root: Path, output: IO[bytes], *, identity: Path | None = None) -> Push
     return report
 
 
-def _add_file(archive: tarfile.TarFile, member: tarfile.TarInfo, found: _Found) -> int:
+def _add_file(archive: tarfile.TarFile, member: tarfile.TarInfo, found: _Found, room: int) -> int:
+    """Add a file of at most ``room`` bytes; return its size. A file that shrinks meanwhile cannot be read (OSError)."""
     try:
         descriptor = os.open(found.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:
             member.size = os.fstat(descriptor).st_size
+            if member.size > room:
+                msg = f"the folder holds more than {MAX_TREE_BYTES >> 20} MiB; nothing was sent"
+                raise TreeError(msg)
             archive.addfile(member, file)
     except OSError as error:
-        msg = f"{printable(found.name, newlines=False)}: cannot be read ({error.strerror or error}); nothing was sent"
-        raise TreeError(msg) from error
+        raise _unreadable(found.name, error) from error
     return member.size
 
 
@@ -240,15 +251,39 @@ async def push(transport: Transport, contract: Contract, root: Path, *, replace:
     return report
 
 
+def _entry(
+    archive: tarfile.TarFile, member: tarfile.TarInfo, entries: dict[bytes, Entry], room: int,
+) -> Entry | str | None:
+    """Return what a member is: an entry, what is odd about it, or None for a folder. Reads at most ``room`` bytes."""
+    if member.issym():
+        return Entry(link=member.linkname.encode("utf-8", "surrogateescape"))
+    if member.islnk():  # another name of a file that came before: the same bytes, not another copy
+        target = entries.get(os.path.normpath(member.linkname).encode("utf-8", "surrogateescape"))
+        return target if target is not None else "a hard link to nothing"
+    if not member.isreg():
+        return None if member.isdir() else "not a regular file"
+    content = archive.extractfile(member) if member.size <= room else None
+    if content is None:
+        msg = f"the workspace holds more than {MAX_TREE_BYTES >> 20} MiB"
+        raise TreeError(msg)
+    return Entry(content.read(), executable=bool(member.mode & 0o100))
+
+
 def _entries(archive_file: IO[bytes]) -> tuple[dict[bytes, Entry], list[str]]:
     """Read an archive that the sandbox made; return its files and links, and what was odd about it. Writes nothing."""
     entries: dict[bytes, Entry] = {}
     odd: list[str] = []
-    size = 0
+    size = count = 0
     with tarfile.open(fileobj=archive_file, mode="r:", encoding="utf-8", errors="surrogateescape") as archive:
-        for count, member in enumerate(archive):
+        while (member := archive.next()) is not None:
+            # tarfile keeps every member, and each with a copy of the headers that stand for all.
+            archive.members.clear()  # type: ignore[attr-defined]
+            count += 1
             if count > MAX_ENTRIES:
                 msg = f"the workspace holds more than {MAX_ENTRIES} names"
+                raise TreeError(msg)
+            if sum(map(len, archive.pax_headers.values())) > MAX_HEADER_BYTES:
+                msg = "the sandbox sent an archive with huge headers"
                 raise TreeError(msg)
             name = os.path.normpath(member.name)
             if name == ".":
@@ -258,20 +293,12 @@ def _entries(archive_file: IO[bytes]) -> tuple[dict[bytes, Entry], list[str]]:
                 continue
             if CONTRACT_NAME in name.split("/") or ".git" in name.split("/"):
                 continue
-            raw = name.encode("utf-8", "surrogateescape")
-            if member.issym():
-                entries[raw] = Entry(link=member.linkname.encode("utf-8", "surrogateescape"))
-                continue
-            if not (member.isreg() or member.islnk()):
-                if not member.isdir():
-                    odd.append(f"not a regular file: {quoted(member.name)}")
-                continue
-            content = archive.extractfile(member) if member.size <= MAX_TREE_BYTES else None
-            size += member.size
-            if content is None or size > MAX_TREE_BYTES:
-                msg = f"the workspace holds more than {MAX_TREE_BYTES >> 20} MiB"
-                raise TreeError(msg)
-            entries[raw] = Entry(content.read(), executable=bool(member.mode & 0o100))
+            entry = _entry(archive, member, entries, MAX_TREE_BYTES - size)
+            if isinstance(entry, Entry):
+                size += member.size
+                entries[name.encode("utf-8", "surrogateescape")] = entry
+            elif entry is not None:
+                odd.append(f"{entry}: {quoted(member.name)}")
     return entries, odd
 
 

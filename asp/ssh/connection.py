@@ -43,6 +43,10 @@ command ended but whose background child may hold them (P1)."""
 
 CLOSE_TIMEOUT_S = 3.0
 
+SHORT_LIFE_S = 5.0
+MOST_SHORT_LIVES = 5
+"""The agent can kill guards in a loop; after so many in a row that lived under 5 s the connection is given up."""
+
 
 class Connection:
     """A connection with a live guard. Made by :func:`open_connection`."""
@@ -58,9 +62,13 @@ class Connection:
         self.sftp_lock = asyncio.Lock()
         self.sftp: asyncssh.SFTPClient | None = None
         self.temporary_files = 0
+        self.left_behind = False
         # dropbear sends EOF and CLOSE as soon as the process exits, so a background child cannot be seen: always drain.
         self.hides_children = "dropbear" in str(ssh.get_extra_info("server_version")).lower()
+        # The commands that files.py needs must not wait for the user's: a half-done write would.
+        self.file_slots = asyncio.Semaphore(1)
         self._replacing: asyncio.Task[None] | None = None
+        self._short_lives = 0
         self._closing = False
         self._watch(guard)
 
@@ -85,7 +93,11 @@ class Connection:
     async def _replace_guard(self, dead: Guard, orphans: dict[Session, "asyncio.Future[None]"]) -> None:
         # The drains of the dead guard may have been continued by the kernel (SIGCONT to an orphaned group) and eat output
         # that belongs to a result: so what ran is killed and its outcome reported as unknown, never as a success.
+        lived_s = asyncio.get_running_loop().time() - dead.born
+        self._short_lives = self._short_lives + 1 if lived_s < SHORT_LIFE_S else 0
         try:
+            if self._short_lives > MOST_SHORT_LIVES:  # somebody kills each of them: not a connection to work on
+                raise NotStarted("the guards of this connection are killed one after the other")
             self.guard = await Guard.start(self.ssh, b"/")
         except NotStarted:
             self.ssh.abort()
@@ -105,7 +117,7 @@ class Connection:
             if self._replacing is None or self.closed:
                 msg = "the guard of this connection ended"
                 raise NotStarted(msg)
-            await asyncio.shield(self._replacing)
+            await asyncio.wait({self._replacing})  # not awaited itself: close() cancels it, which is not our cancel
         return self.guard
 
     async def close(self) -> None:
@@ -182,7 +194,8 @@ async def open_connection(
                 connect_timeout=CONNECT_TIMEOUT_S, login_timeout=LOGIN_TIMEOUT_S,
                 keepalive_interval=KEEPALIVE_S, keepalive_count_max=KEEPALIVE_COUNT,
             )  # fmt: skip
-    except (asyncssh.Error, OSError) as error:  # TimeoutError is an OSError
+    except (asyncssh.Error, OSError, ValueError) as error:
+        # TimeoutError is an OSError; malformed packets and version lines reach us as ValueError.
         outcome = _named(error, pin, client, contract, offered_key=bool(keys))
     if isinstance(outcome, AspError):
         # Raised outside the except block: asyncssh's texts hold the user name, which may be a token (C7), and a traceback
@@ -199,7 +212,12 @@ async def open_connection(
 
 
 def _named(
-    error: asyncssh.Error | OSError, pin: hostkey.PinnedKey, client: _Client, contract: Contract, *, offered_key: bool,
+    error: asyncssh.Error | OSError | ValueError,
+    pin: hostkey.PinnedKey,
+    client: _Client,
+    contract: Contract,
+    *,
+    offered_key: bool,
 ) -> AspError:
     """Return our error for what asyncssh or the socket said while a connection was opened."""
     where = f"{contract.host}:{contract.port}"
@@ -215,7 +233,7 @@ def _named(
         if "host key" in error.reason.lower():
             return hostkey.mismatch(pin, f"no key of type {pin.algorithm}", contract.host, contract.port)
         return NotSSH(f"{where}: no common algorithms with this server: {quoted(error.reason)}")
-    if isinstance(error, asyncssh.Error | ConnectionResetError | BrokenPipeError):
+    if isinstance(error, asyncssh.Error | ConnectionResetError | BrokenPipeError | ValueError):
         return NotSSH(f"{where}: the server ended the connection before the login was complete, or does not speak SSH")
     if isinstance(error, socket.gaierror):
         return Unreachable(f"{contract.host}: no such host")

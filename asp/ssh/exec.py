@@ -1,13 +1,14 @@
 """Run one command in one cold session: READY, register with the guard, the command line, its end (E1-E7)."""
 
 import asyncio
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from asp.errors import NotStarted
+from asp.errors import LoginShellFailed, NotStarted
 from asp.ssh.connection import Connection
 from asp.ssh.guard import Guard, guard_lost
-from asp.ssh.script import CommandText, boot_line, command_text
+from asp.ssh.script import NOT_RUN, SENTINEL_LENGTH, CommandText, boot_line, command_text
 from asp.ssh.session import Session, open_session
 from asp.transport import ExecResult, OnOutput, Stream
 
@@ -38,50 +39,61 @@ class Command:
     def text(self) -> CommandText:
         """Return what is written to the session. Raises CommandRefused."""
         return command_text(
-            self.script, env=self.env, stdin=self.stdin is not None, merge_streams=self.merge_streams,
-        )
+            self.script, secrets.token_hex(SENTINEL_LENGTH // 2), env=self.env, stdin=self.stdin is not None,
+            merge_streams=self.merge_streams,
+        )  # fmt: skip
 
 
-async def run(connection: Connection, command: Command) -> ExecResult:
-    """Run a command on a connection and return how it ended.
+async def run(connection: Connection, command: Command, *, slots: asyncio.Semaphore | None = None) -> ExecResult:
+    """Run a command on a connection and return how it ended. ``slots``: who pays for the session (P1).
 
-    Raises CommandRefused and NotStarted (nothing ran), ConnectionLost (outcome unknown, partial output inside).
+    Raises CommandRefused and NotStarted (nothing ran), ConnectionLost (outcome unknown, partial output inside), and
+    ReceiverFailed for what the caller's receiver raised.
     """
     text = command.text()
-    async with connection.slots:
+    slots = connection.slots if slots is None else slots
+    await slots.acquire()
+    session: Session | None = None
+    try:
         guard = await connection.live_guard()
         session = await open_session(connection.ssh, lambda nonce: boot_line(nonce, command.cwd))
-        if session.pid is None:
-            msg = "the session said READY without a process"
-            raise NotStarted(msg)
         abandoned: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         connection.running[session] = abandoned
-        try:
-            await guard.register(session.pid)
-            return await _follow(connection, guard, session, abandoned, command, text)
-        except BaseException:  # cancelled, lost, or the receiver failed: in every case it must not live on
-            _abandon(connection, session)
-            raise
-        finally:
-            if session not in connection.abandoned:
+        await guard.register(session.pid or 0)
+        return await _follow(connection, guard, session, abandoned, command, text)
+    except BaseException:  # cancelled, lost, or the receiver failed: in every case it must not live on
+        if session is not None:
+            _abandon(connection, session, slots)
+        raise
+    finally:
+        if session is None or session not in connection.abandoned:
+            slots.release()
+            if session is not None:
                 connection.running.pop(session, None)
 
 
-def _abandon(connection: Connection, session: Session) -> None:
-    """Kill a cancelled command, and forget it when it has ended; the caller does not wait."""
+def _abandon(connection: Connection, session: Session, slots: asyncio.Semaphore) -> None:
+    """Kill a command that nobody waits for, and forget it when it has ended; its session is paid for until then."""
     session.drop_receiver()
-    if session.pid is None or session.closed.done():
-        session.close()
+    pid = session.pid or 0
+    if not session.command_sent:
+        session.close()  # EOF ends a shell that waits for its command line
+        connection.guard.forget(pid, drain=False)
         return
-    pid = session.pid
     connection.guard.kill(pid)
+    if session.closed.done():
+        connection.guard.forget(pid, drain=False)
+        return
     connection.abandoned.add(session)
+    give_up = asyncio.get_running_loop().call_later(KILL_TIMEOUT_S, session.close)
 
     def ended(_exited: "asyncio.Future[None]") -> None:
+        give_up.cancel()
         connection.guard.forget(pid, drain=False)
         connection.abandoned.discard(session)
         connection.running.pop(session, None)
         session.close()
+        slots.release()
 
     session.exited.add_done_callback(ended)
 
@@ -91,7 +103,11 @@ async def _follow(
     text: CommandText,
 ) -> ExecResult:  # fmt: skip
     """From the command line on: nothing here may be retried (E2)."""
+    if session.exited.done() or session.closed.done():
+        msg = "the session ended before the command was sent"
+        raise NotStarted(msg)
     session.collect(command.keep_bytes, command.on_output)
+    session.command_sent = True
     session.write(text.line + text.script + (command.stdin or b""))
     if command.stdin is not None:
         session.write_eof()
@@ -107,17 +123,21 @@ async def _follow(
     guard.forget(session.pid or 0, drain=background or connection.hides_children)
     session.close()
     await session.passed_on()
+    not_run = text.not_run is not None and session.outputs[Stream.STDOUT].is_only(text.not_run)
+    if not_run and session.exit_status == NOT_RUN:
+        msg = "the shell in the sandbox could not read the script (is there no head?); it was not run"
+        raise LoginShellFailed(msg)
     return ExecResult(
         exit_status=session.exit_status if session.exit_signal is None else None,
         signal=session.exit_signal,
-        stdout=session.outputs[Stream.STDOUT].bytes(), stderr=session.outputs[Stream.STDERR].bytes(),
+        stdout=session.outputs[Stream.STDOUT].tail(), stderr=session.outputs[Stream.STDERR].tail(),
         stdout_bytes=session.outputs[Stream.STDOUT].total, stderr_bytes=session.outputs[Stream.STDERR].total,
         timed_out=timed_out, background=background,
     )  # fmt: skip
 
 
 async def _ended(session: Session, abandoned: "asyncio.Future[None]", timeout_s: float | None) -> bool:
-    """Wait for the exit status; return False if the time is over. Raises ConnectionLost, or what the receiver raised."""
+    """Wait for the exit status; return False if the time is over. Raises ConnectionLost, ReceiverFailed."""
     waiting = {session.exited, abandoned}
     receiver = session.receiver
     done, _ = await asyncio.wait(

@@ -27,6 +27,7 @@ class Guard:
         self._tokens = 0
         self.same_host = session.ready_words[3:4] == [b"here"]
         self.pid = session.pid or 0
+        self.born = asyncio.get_running_loop().time()
         self.dead: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._session.on_line = self._answered
         session.closed.add_done_callback(lambda _closed: self._die())

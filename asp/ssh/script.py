@@ -25,6 +25,11 @@ INLINE_LIMIT = 4096
 ARGUMENT_LIMIT = 120_000
 """Longest script that is given as one argument: Linux MAX_ARG_STRLEN is 131,072 with the final NUL."""
 
+NOT_RUN = 255
+"""Status of a session whose script did not arrive whole; the sentinel on stdout tells it from a script's own 255."""
+
+SENTINEL_LENGTH = 2 * 16
+
 SCRUBBED = (
     # What sshd and PAM tell a session about the transport. SSH_PUBKEYINFO is dropbear's and holds the key's comment.
     "SSH_CLIENT SSH2_CLIENT SSH_CONNECTION SSH_TTY SSH_ORIGINAL_COMMAND SSH_USER_AUTH SSH_PUBKEYINFO SSH_AUTH_SOCK "
@@ -62,23 +67,32 @@ def boot_line(nonce: str, cwd: bytes) -> bytes:
         "unset OLDPWD",
         "__s=sh; command -v bash >/dev/null 2>&1 && __s=bash",
         f"echo {nonce} R >&2; echo {nonce} R $$",
-        'IFS= read -r __b || exit 0; eval "$__b"',
+        # A command line that was cut off has no newline: it is not run. Never 0, which would look like a success.
+        f'IFS= read -r __b || exit {NOT_RUN}; eval "$__b"',
     )
     return "; ".join(statements).encode("latin-1") + b"\n"
 
 
 @dataclass(frozen=True, slots=True)
 class CommandText:
-    """What is written to a READY session: one line, then raw bytes (a long script) that precede the caller's stdin."""
+    """What is written to a READY session: one line, then raw bytes (a long script) that precede the caller's stdin.
+
+    ``not_run`` is what such a session prints, and nothing else, when the script did not arrive whole.
+    """
 
     line: bytes
     script: bytes = b""
+    not_run: bytes | None = None
 
 
 def command_text(
-    script: bytes, *, env: Mapping[str, str] | None = None, stdin: bool = False, merge_streams: bool = False,
+    script: bytes, sentinel: str, *, env: Mapping[str, str] | None = None, stdin: bool = False, merge_streams: bool = False,
 ) -> CommandText:
     """Return what turns a READY session into ``bash -c -- SCRIPT``.
+
+    A long script follows the line, and ``sentinel`` (fresh, 32 characters) follows it: what a cut connection leaves of a
+    script must never run, since a part of ``rm -rf ./build/x`` is another command. Nor may a missing or failing ``head``
+    turn it into an empty script that ends with 0.
 
     ``stdin``: the caller's own bytes follow; without it stdin is empty. ``merge_streams``: ``2>&1``, merged where it is
     written, because merging two SSH streams here broke the order in 20 of 30 runs.
@@ -100,16 +114,27 @@ def command_text(
     # With stdin the script stays in the line as long as it can: busybox head reads ahead and would eat the caller's bytes.
     if len(quoted) <= INLINE_LIMIT or (stdin and len(quoted) <= ARGUMENT_LIMIT):
         return CommandText(exports + b"exec $__s -c -- " + quoted + redirections + b"\n")
+    raw = script + sentinel.encode()
+    end = sentinel.encode()
+    not_run = end + b"\n"
+    missing = b"echo %s; exit %d" % (end, NOT_RUN)
     if len(script) <= ARGUMENT_LIMIT:
-        take = b'__b=$(head -c %d; echo x); exec $__s -c -- "${__b%%x}"' % len(script)
-        return CommandText(exports + take + redirections + b"\n", script)
+        take = b'__b=$(head -c %d); case $__b in *%s) exec $__s -c -- "${__b%%%s}"%s;; esac; %s\n' % (
+            len(raw), end, end, redirections, missing,
+        )  # fmt: skip
+        return CommandText(exports + take, raw, not_run)
     # Longer than one argument may be: a fresh shell reads it, then evals it. The only place where eval is used; a syntax
     # error says "eval: line 1" there, and xtrace shows ++. LC_ALL=C makes bash's read -N take big blocks.
     empty = b"" if stdin else b"exec </dev/null; "
-    in_bash = b'LC_ALL=C IFS= read -rN %d BASH_EXECUTION_STRING; %seval " $BASH_EXECUTION_STRING"' % (len(script), empty)
-    in_sh = b'__s=$(head -c %d; echo x); %seval " ${__s%%x}"' % (len(script), empty)
+    in_bash = (
+        b'LC_ALL=C IFS= read -rN %d BASH_EXECUTION_STRING; IFS= read -rN %d; [ "$REPLY" = %s ] || { %s; }; unset REPLY; '
+        b'%seval " $BASH_EXECUTION_STRING"'
+    ) % (len(script), len(end), end, missing, empty)
+    in_sh = b'__s=$(head -c %d); case $__s in *%s) ;; *) %s;; esac; %seval " ${__s%%%s}"' % (
+        len(raw), end, missing, empty, end,
+    )  # fmt: skip
     line = b"[ $__s = sh ] || exec bash -c '%s' bash%s; exec sh -c '%s' sh%s\n" % (in_bash, merge, in_sh, merge)
-    return CommandText(exports + line, script)
+    return CommandText(exports + line, raw, not_run)
 
 
 def guard_line(nonce: str, same_host_path: bytes) -> bytes:

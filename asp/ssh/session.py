@@ -5,15 +5,19 @@ need (data, EOF, exit status, exit signal, closed).
 """
 
 import asyncio
+import re
 import secrets
 from collections import deque
 from collections.abc import Callable
+from typing import TypeVar
 
 import asyncssh
 
 from asp.errors import ConnectionLost, ExecNotAllowed, LoginShellFailed, NotStarted, WorkspaceMissing, quoted
 from asp.ssh.script import LOGIN, NONCE_BYTES
 from asp.transport import OnOutput, Stream
+
+T = TypeVar("T")
 
 READY_TIMEOUT_S = 20.0
 """How long a login shell may take to become ready (slow rc files)."""
@@ -22,11 +26,28 @@ OPEN_TRIES = 6
 OPEN_BACKOFF_S = 0.02
 """A refused channel open was never sent, so it may be tried again: dropbear refuses 3 to 21 % of concurrent ones."""
 
+READY_LIMIT = 200
+"""Bytes of a READY line; it has under 60."""
+
 NOISE_LIMIT = 1 << 16
 """Login noise that is kept for an error message; the search for READY looks at the last bytes only."""
 
 PAUSE_ABOVE = 1 << 20
 """Bytes that wait for a slow receiver before the server is made to wait."""
+
+
+_MARK_LENGTH = 64
+_PID = re.compile(rb"[1-9][0-9]{0,9}")
+_late: set["asyncio.Task[object]"] = set()  # openings whose caller has gone; they close what they still get
+
+
+class ReceiverFailed(Exception):
+    """The caller's own receiver raised; ``error`` is what it raised. Not an error of ours: it decides nothing here."""
+
+    def __init__(self, error: Exception) -> None:
+        """Keep it."""
+        super().__init__(str(error))
+        self.error = error
 
 
 class Tail:
@@ -35,7 +56,7 @@ class Tail:
     __slots__ = ("_kept", "keep", "total")
 
     def __init__(self, keep: int) -> None:
-        """Keep at most ``keep`` bytes."""
+        """Keep at most ``keep`` bytes, and always enough for :meth:`is_only`."""
         self.keep = keep
         self.total = 0
         self._kept = bytearray()
@@ -44,12 +65,17 @@ class Tail:
         """Append; trimmed at twice the size, so that the cost is amortised."""
         self.total += len(data)
         self._kept += data
-        if len(self._kept) > 2 * self.keep:
-            del self._kept[: len(self._kept) - self.keep]
+        keep = max(self.keep, _MARK_LENGTH)
+        if len(self._kept) > 2 * keep:
+            del self._kept[: len(self._kept) - keep]
 
-    def bytes(self) -> bytes:
+    def tail(self) -> bytes:
         """Return what is kept."""
         return bytes(self._kept[-self.keep :]) if self.keep else b""
+
+    def is_only(self, mark: bytes) -> bool:
+        """Whether the stream held ``mark`` (at most 64 bytes) and nothing else."""
+        return self.total == len(mark) and self._kept == mark
 
 
 class Session(asyncssh.SSHClientSession[bytes]):
@@ -70,6 +96,7 @@ class Session(asyncssh.SSHClientSession[bytes]):
         loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[None] = loop.create_future()
         self.closed: asyncio.Future[None] = loop.create_future()
+        self.command_sent = False
         self._ready: asyncio.Future[None] = loop.create_future()
         self._noise = {Stream.STDOUT: bytearray(), Stream.STDERR: bytearray()}
         self._marked: set[Stream] = set()
@@ -136,7 +163,10 @@ class Session(asyncssh.SSHClientSession[bytes]):
         while True:
             while self._pieces:
                 stream, data = self._pieces.popleft()
-                await on_output(stream, data)
+                try:
+                    await on_output(stream, data)
+                except Exception as error:
+                    raise ReceiverFailed(error) from error
                 self._waiting_bytes -= len(data)
                 if self._waiting_bytes < PAUSE_ABOVE // 2:
                     self._resume()
@@ -146,7 +176,7 @@ class Session(asyncssh.SSHClientSession[bytes]):
             await self._more.wait()
 
     async def passed_on(self) -> None:
-        """Return when the receiver has taken all that arrived. Raises what the receiver raised."""
+        """Return when the receiver has taken all that arrived. Raises ReceiverFailed."""
         if self._passer is not None:
             self._finishing = True
             self._more.set()
@@ -198,7 +228,7 @@ class Session(asyncssh.SSHClientSession[bytes]):
         return not self._flowing.is_set()
 
     async def flowing(self) -> None:
-        """Return when nothing waits for the receiver. Raises what the receiver raised."""
+        """Return when nothing waits for the receiver. Raises ReceiverFailed."""
         while self.paused and self._passer is not None:
             resumed = asyncio.ensure_future(self._flowing.wait())
             try:
@@ -215,7 +245,9 @@ class Session(asyncssh.SSHClientSession[bytes]):
         mark = noise.find(self.nonce.encode())
         end = noise.find(b"\n", mark) if mark >= 0 else -1
         if end < 0:
-            if mark < 0 and len(noise) > NOISE_LIMIT:
+            if mark >= 0 and len(noise) - mark > READY_LIMIT:
+                self._fail(LoginShellFailed("the session's READY line does not end"))
+            if len(noise) > NOISE_LIMIT:
                 del noise[: len(noise) - NOISE_LIMIT // 2]
             return b""
         words = bytes(noise[mark:end]).split()
@@ -224,7 +256,7 @@ class Session(asyncssh.SSHClientSession[bytes]):
         self._marked.add(stream)
         if stream is Stream.STDOUT:
             self.ready_words = words
-            if words[1:2] == [b"R"] and len(words) > 2 and words[2].isdigit():  # noqa: PLR2004 - NONCE R PID
+            if words[1:2] == [b"R"] and len(words) > 2 and _PID.fullmatch(words[2]):  # noqa: PLR2004 - NONCE R PID
                 self.pid = int(words[2])
             else:
                 self._marked.add(Stream.STDERR)  # NONCE D comes on stdout only
@@ -265,6 +297,11 @@ class Session(asyncssh.SSHClientSession[bytes]):
         self.exit_signal = signal.partition("@")[0].removeprefix("SIG")
         self._has_exited()
 
+    def _fail(self, error: NotStarted) -> None:
+        if not self._ready.done():
+            self._ready.set_exception(error)
+            self._ready.exception()  # it may be that nobody waits any more
+
     def _has_exited(self) -> None:
         if not self.exited.done():
             self.exited.set_result(None)
@@ -281,8 +318,7 @@ class Session(asyncssh.SSHClientSession[bytes]):
             else:
                 status = "without a status" if self.exit_status is None else f"with status {self.exit_status}"
                 error = LoginShellFailed(f"the login shell ended {status} before it was ready{self._said()}")
-            self._ready.set_exception(error)
-            self._ready.exception()  # it may be that nobody waits any more
+            self._fail(error)
         if self._passer is not None:
             self._more.set()
 
@@ -292,8 +328,35 @@ class Session(asyncssh.SSHClientSession[bytes]):
         """Return the error for an outcome that is unknown, with the output that had come."""
         return ConnectionLost(
             f"{why}; the command's outcome is unknown and it may have run",
-            stdout=self.outputs[Stream.STDOUT].bytes(), stderr=self.outputs[Stream.STDERR].bytes(),
+            stdout=self.outputs[Stream.STDOUT].tail(), stderr=self.outputs[Stream.STDERR].tail(),
         )  # fmt: skip
+
+
+async def finish_late(opening: "asyncio.Task[T]", close: Callable[[T], None]) -> T:
+    """Wait for an opening, at most 20 s; if we are cancelled or it is late, what it opens in the end is closed.
+
+    asyncssh leaves a channel open when its opening is cancelled, and each one takes a session of the server's few.
+    Raises TimeoutError, and what the opening raises.
+    """
+
+    def done(late: "asyncio.Task[T]") -> None:
+        _late.discard(late)
+        if not late.cancelled() and late.exception() is None:
+            close(late.result())
+
+    try:
+        async with asyncio.timeout(READY_TIMEOUT_S):
+            return await asyncio.shield(opening)
+    except BaseException:
+        if not opening.done():
+            _late.add(opening)
+            opening.add_done_callback(done)
+        raise
+
+
+async def _open_channel(connection: asyncssh.SSHClientConnection, session: Session) -> None:
+    opening = connection.create_session(lambda: session, LOGIN, encoding=None)
+    await finish_late(asyncio.ensure_future(opening), lambda _opened: session.close())
 
 
 async def open_session(
@@ -308,7 +371,10 @@ async def open_session(
     while True:
         session = Session(marks_both_streams=marks_both_streams)
         try:
-            await connection.create_session(lambda session=session: session, LOGIN, encoding=None)  # type: ignore[misc]
+            await _open_channel(connection, session)
+        except TimeoutError as error:
+            msg = f"the server did not answer in {READY_TIMEOUT_S:.0f} s when a session was asked for"
+            raise NotStarted(msg) from error
         except asyncssh.ChannelOpenError as error:
             if not connection.is_closed():
                 attempt += 1

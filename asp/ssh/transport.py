@@ -12,6 +12,7 @@ from asp import errors
 from asp.ssh import exec as remote
 from asp.ssh import files
 from asp.ssh.connection import Connection, open_connection
+from asp.ssh.session import ReceiverFailed
 from asp.transport import DEFAULT_KEEP_BYTES, DirEntry, ExecResult, FileStat, OnOutput, SandboxPath
 from asp.trust import TrustedContract
 
@@ -87,7 +88,10 @@ class SSHTransport:
             env, stdin, merge_streams, timeout_s, keep_bytes, on_output,
         )  # fmt: skip
         command.text()  # refuse before a connection is needed
-        return await self._use(lambda connection: remote.run(connection, command))
+        try:
+            return await self._use(lambda connection: remote.run(connection, command))
+        except ReceiverFailed as failed:
+            raise failed.error from None
 
     async def read(self, path: SandboxPath, *, offset: int = 0, max_bytes: int | None = None) -> bytes:
         """Read a regular file. See :meth:`asp.transport.Transport.read`."""
@@ -112,7 +116,7 @@ class SSHTransport:
         return await self._use(lambda connection: files.names(connection, absolute, _shown(path), max_entries=max_entries))
 
     async def aclose(self) -> None:
-        """Kill what runs and close; bounded by some seconds."""
+        """Kill what runs and close: some seconds, plus the time limits of a connection that is just being made."""
         self._closed = True
         async with self._opening:
             if self._connection is not None:
