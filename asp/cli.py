@@ -12,16 +12,14 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from asp import hostkey, trust, verbs
+from asp import stdio, trust, verbs
 from asp.contract import Contract, find, load, local_user, shown_path
 from asp.errors import AspError, ContractInvalid, ContractUnsafe, ContractUntrusted, IdentityError, UsageError
 from asp.identity import load_identity
 from asp.terminal import printable
 
 EXIT_FAILED = 1
-EXIT_CONFIGURATION = 2
 EXIT_INTERRUPTED = 130
 
 
@@ -29,22 +27,9 @@ class AnswerLost(AspError):
     """What was to be printed could not be written."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """An argument parser that complains in one line, in the form of all our errors."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print ``asp: MESSAGE`` and exit 2. Arguments can be foreign text, so they are made safe to show (L8)."""
-        shown = printable(message, newlines=False)
-        self.exit(EXIT_CONFIGURATION, f"{self.prog.partition(' ')[0]}: {shown}; see: {self.prog} --help\n")
-
-
-def _new_parser(prog: str, description: str, epilog: str) -> argparse.ArgumentParser:
-    return _Parser(prog=prog, description=description, epilog=epilog)
-
-
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command; each subcommand sets ``run``, from the arguments to an exit status."""
-    parser: argparse.ArgumentParser = _new_parser(
+    parser: argparse.ArgumentParser = stdio.Parser(
         prog="asp",
         description="Use a sandbox that .asp.json describes. The contract is found by walking up from here, "
         f"or named by {trust.ENVIRONMENT_VARIABLE}.",
@@ -75,9 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command ``asp`` and return its exit status (L7). Bad input is one line on stderr, never a traceback."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a path or a text that the terminal's encoding cannot show
+    stdio.ready()
     status = EXIT_FAILED
     try:
         args = build_parser().parse_args(argv)
@@ -101,7 +84,7 @@ def cmd_check(args: argparse.Namespace) -> int:
         contract = load(path)
     except (ContractInvalid, ContractUnsafe) as error:
         answer(str(error))
-        return EXIT_CONFIGURATION
+        return stdio.EXIT_CONFIGURATION
     shown = shown_path(contract.path)
     workspace = printable(str(contract.workspace), newlines=False)
     answer(f"{shown}: ok: {contract.endpoint}, workspace {workspace}")
@@ -159,8 +142,7 @@ def _warnings(contract: Contract) -> list[str]:
     if contract.identity is None:
         found.append("connection.identity: warning: absent, so no key is offered; fine if the server asks for none")
     if contract.host_key is None:
-        rest = "refused on loopback" if hostkey.is_loopback(contract.host) else "the first key seen will be remembered"
-        found.append(f'connection.host_key: warning: no key is pinned ({rest}); write "TYPE BASE64"')
+        found.append('connection.host_key: warning: no key is pinned, so a connection is refused; write "TYPE BASE64"')
     try:
         trust.require(contract, named=False)
     except (ContractUntrusted, UsageError) as error:

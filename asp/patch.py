@@ -1,13 +1,26 @@
 """Two trees in, one patch out, in git's format. Pure; every name and byte in it is taken for hostile (S7)."""
 
+import base64
 import difflib
+import hashlib
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-LONGEST_SHOWN = 512 << 10
-"""Bytes of a file above which only its sizes are shown: difflib is quadratic at worst, and the input is the sandbox's."""
+from asp.errors import AspError
+
+LONGEST_COMPARED = 512 << 10
+"""Bytes of a file above which it is replaced whole instead of compared: difflib is quadratic at worst, and the input is the
+sandbox's."""
+
+LONGEST_PATCH = 1 << 30
+"""Bytes of a patch. A tree is bounded before, but one content under many names (hard links) is not."""
 
 _NAME_ESCAPES = {ord("\n"): b"\\n", ord("\t"): b"\\t", ord('"'): b'\\"', ord("\\"): b"\\\\"}
+
+
+class PatchTooLarge(AspError):
+    """The changes are more than anyone can read or apply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +90,8 @@ def _compared(before: list[str], after: list[str]) -> Iterator[str]:
     tail = 0
     while tail < min(len(before), len(after)) - same and before[-1 - tail] == after[-1 - tail]:
         tail += 1
-    if (len(before) - same - tail) * (len(after) - same - tail) > MOST_COMPARISONS:
+    large = sum(map(len, before)) + sum(map(len, after)) > 2 * LONGEST_COMPARED
+    if large or (len(before) - same - tail) * (len(after) - same - tail) > MOST_COMPARISONS:
         return _replaced(before, after)
     return difflib.unified_diff(before, after, n=3, lineterm="\n")
 
@@ -108,22 +122,47 @@ def _file_patch(name: bytes, old: Entry | None, new: Entry | None) -> Iterator[b
     before, after = old.blob if old is not None else b"", new.blob if new is not None else b""
     if before == after:
         return
+    if not (_is_text(before) and _is_text(after)):
+        mode = b" " + new.mode if old is not None and new is not None and old.mode == new.mode else b""
+        yield b"index " + _blob_name(old) + b".." + _blob_name(new) + mode + b"\nGIT binary patch\n"
+        yield from _literal(after)
+        yield from _literal(before)
+        return
     old_name = git_name(b"a/", name) if old is not None else b"/dev/null"
     new_name = git_name(b"b/", name) if new is not None else b"/dev/null"
-    if max(len(before), len(after)) > LONGEST_SHOWN or not (_is_text(before) and _is_text(after)):
-        sizes = b" (%d bytes, then %d)\n" % (len(before), len(after))
-        yield b"Binary files " + old_name + b" and " + new_name + b" differ" + sizes
-        return
     yield from _hunks(before, after, old_name, new_name)
 
 
-def patch(old: Mapping[bytes, Entry], new: Mapping[bytes, Entry]) -> bytes:
-    """Return what leads from ``old`` to ``new``, names sorted by bytes; empty if nothing changed.
+def _blob_name(entry: Entry | None) -> bytes:
+    """Return git's name of a content (SHA-1 of header and bytes): git checks a binary patch by it."""
+    if entry is None:
+        return b"0" * 40
+    header = b"blob %d\0" % len(entry.blob)
+    return hashlib.sha1(header + entry.blob, usedforsecurity=False).hexdigest().encode()
 
-    A link that becomes a file, or the other way, is a deletion and a new file, as git writes it. Contents with NUL, and
-    above 512 KiB, are only named.
+
+def _literal(blob: bytes) -> Iterator[bytes]:
+    """Yield a content as ``git diff --binary`` writes it: zlib, then lines of at most 52 bytes in base 85.
+
+    A line begins with its length (A-Z: 1 to 26, a-z: 27 to 52); git's alphabet is that of RFC 1924.
+    """
+    yield b"literal %d\n" % len(blob)
+    packed = zlib.compress(blob)
+    for start in range(0, len(packed), 52):
+        piece = packed[start : start + 52]
+        length = len(piece) + (ord("A") - 1 if len(piece) <= 26 else ord("a") - 27)  # noqa: PLR2004 - letters
+        yield bytes([length]) + base64.b85encode(piece, pad=True) + b"\n"
+    yield b"\n"
+
+
+def patch(old: Mapping[bytes, Entry], new: Mapping[bytes, Entry]) -> bytes:
+    """Return what leads from ``old`` to ``new``, names sorted by bytes; empty if nothing changed. ``git apply`` takes it.
+
+    A link that becomes a file, or the other way, is a deletion and a new file, as git writes it. Contents with NUL are a
+    binary patch. Raises PatchTooLarge.
     """
     pieces: list[bytes] = []
+    size = 0
     for name in sorted(old.keys() | new.keys()):
         before, after = old.get(name), new.get(name)
         if before == after:
@@ -133,4 +172,7 @@ def patch(old: Mapping[bytes, Entry], new: Mapping[bytes, Entry]) -> bytes:
             pieces += _file_patch(name, None, after)
         else:
             pieces += _file_patch(name, before, after)
+        size += sum(len(entry.blob) for entry in (before, after) if entry is not None)
+        if size > LONGEST_PATCH:
+            raise PatchTooLarge(f"the changes are larger than {LONGEST_PATCH >> 30} GiB")
     return b"".join(pieces)

@@ -41,6 +41,9 @@ def _home() -> Path:
     except RuntimeError as error:
         msg = "no home directory is known for this user; set HOME or XDG_STATE_HOME"
         raise UsageError(msg) from error
+    if not home.is_absolute() or str(home) == "/":  # HOME= and HOME=relative would put our keys where we happen to be
+        msg = f"HOME is {str(home)!r}, which is no home directory; set HOME or XDG_STATE_HOME"
+        raise UsageError(msg)
     if not home.is_dir():  # root could make it, and would leave a home behind that nobody asked for
         msg = f"{home}: the home directory does not exist; set HOME or XDG_STATE_HOME"
         raise UsageError(msg)

@@ -11,7 +11,7 @@ import shutil
 import stat
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -38,8 +38,13 @@ SECRET_NAMES = frozenset({
 })  # fmt: skip
 """Files that usually hold credentials and never leave this machine."""
 
+NEVER = {CONTRACT_NAME: "contract", ".git": "history"}
+SECRET_FOLDERS = frozenset({".ssh", ".aws", ".gnupg", ".kube", ".docker", ".azure", ".password-store"})
+"""Folders of credentials; they lie in a home folder, which should not be pushed at all."""
+
 SHAREABLE_ENV = (".example", ".sample", ".template", ".dist")
 PUSH_TIMEOUT_S = 600.0
+DIFF_TIMEOUT_S = 120.0
 _BASE = "base.tar"
 
 
@@ -68,19 +73,34 @@ class _Found:
     link: str
 
 
-def _reason_to_leave_out(entry: "os.DirEntry[str]", identity: Path | None) -> str | None:
+def _is_cache(name: str) -> bool:
+    return name == "__pycache__" or name.endswith((".pyc", ".pyo"))
+
+
+def _holds_credentials(entry: "os.DirEntry[str]") -> bool:
+    name = entry.name
+    if name in SECRET_NAMES or (name.startswith(".env.") and not name.endswith(SHAREABLE_ENV)):
+        return True
+    if name in SECRET_FOLDERS:
+        return entry.is_dir(follow_symlinks=False)
+    return name.startswith("id_") and Path(f"{entry.path}.pub").is_file()  # a key pair, whatever it is called
+
+
+def _reason_to_leave_out(entry: "os.DirEntry[str]", identity: Path | None, state: Path) -> str | None:
     """Return why a name does not travel, or None. Cheap tests first."""
     name = entry.name
-    if name == CONTRACT_NAME:
-        return "contract"
-    if name == ".git":
-        return "history"
-    if name in SECRET_NAMES or (name.startswith(".env.") and not name.endswith(SHAREABLE_ENV)):
+    if name in NEVER:
+        return NEVER[name]
+    if _holds_credentials(entry):
         return "credentials"
     if identity is not None and entry.path == str(identity):
         return "identity"
+    if entry.path == str(state):
+        return "our own state, with the keys of sandboxes"
+    if _is_cache(name):
+        return "cache"
     if entry.is_dir(follow_symlinks=False):
-        if name == "__pycache__" or Path(entry.path, "CACHEDIR.TAG").is_file():
+        if Path(entry.path, "CACHEDIR.TAG").is_file():
             return "cache"
         if Path(entry.path, "pyvenv.cfg").is_file():
             return "virtual environment, its paths are of this machine"
@@ -94,7 +114,7 @@ def _unreadable(name: str, error: OSError) -> TreeError:
     return TreeError(f"{printable(name, newlines=False)}: cannot be read ({error.strerror or error}); nothing was sent")
 
 
-def _walk(root: Path, identity: Path | None, report: Pushed) -> Iterator[_Found]:
+def _walk(root: Path, identity: Path | None, state: Path, report: Pushed) -> Iterator[_Found]:
     """Yield every file, folder and link that travels, parents first, names sorted; links are not followed."""
     waiting = [root]
     while waiting:
@@ -106,7 +126,7 @@ def _walk(root: Path, identity: Path | None, report: Pushed) -> Iterator[_Found]
             raise _unreadable(str(folder), error) from error
         for entry in names:
             relative = str(Path(entry.path).relative_to(root))
-            reason = _reason_to_leave_out(entry, identity)
+            reason = _reason_to_leave_out(entry, identity, state)
             if reason is not None:
                 report.left_out.append(f"{printable(relative, newlines=False)} ({reason})")
                 continue
@@ -137,7 +157,7 @@ def pack(root: Path, output: IO[bytes], *, identity: Path | None = None) -> Push
     report = Pushed()
     leaving: list[str] = []
     with tarfile.open(fileobj=output, mode="w", format=tarfile.GNU_FORMAT, errors="surrogateescape") as archive:
-        for found in _walk(root, identity, report):
+        for found in _walk(root, identity, state_dir().resolve(), report):
             member = tarfile.TarInfo(found.name)
             member.mode = stat.S_IMODE(found.status.st_mode) & 0o777
             member.mtime = int(found.status.st_mtime)
@@ -185,6 +205,14 @@ def base_folder(contract: Contract) -> Path:
 def forget_base(contract: Contract) -> None:
     """Remove the base tree of a sandbox that is gone."""
     shutil.rmtree(base_folder(contract), ignore_errors=True)
+
+
+def move_base(old: Contract, new: Contract) -> None:
+    """Let the base tree follow a sandbox to its new port and keys; its workspace is the same."""
+    source = base_folder(old)
+    if (source / _BASE).exists():
+        (source / _BASE).replace(base_folder(new) / _BASE)
+    shutil.rmtree(source, ignore_errors=True)
 
 
 _NOT_EMPTY, _NO_TAR = 91, 92
@@ -306,7 +334,7 @@ def _entries(archive_file: IO[bytes]) -> tuple[dict[bytes, Entry], list[str]]:
 def _broken_archive() -> Iterator[None]:
     try:
         yield
-    except (tarfile.TarError, EOFError, ValueError, OverflowError, RecursionError, KeyError) as error:
+    except (tarfile.TarError, EOFError, ValueError, OverflowError, RecursionError, KeyError, MemoryError) as error:
         msg = f"the sandbox sent an archive that cannot be read: {quoted(str(error))}"
         raise TreeError(msg) from error
 
@@ -321,11 +349,27 @@ def _base_entries(contract: Contract) -> dict[bytes, Entry]:
         raise TreeError(msg) from error
 
 
-async def diff(transport: Transport, contract: Contract) -> tuple[bytes, list[str]]:
-    """Return the patch from the pushed tree to what the workspace holds now, and what was odd about what came.
+@dataclass(frozen=True)
+class Difference:
+    """The pushed tree, the one that the workspace holds now, and what was ``odd`` about what came."""
 
-    The bytes are the sandbox's: pass them through :func:`asp.terminal.printable` before a terminal sees them. The agent owns
-    the tar and the files there, so this shows what it wants to show (S7).
+    old: Mapping[bytes, Entry]
+    new: Mapping[bytes, Entry]
+    odd: list[str]
+
+    def patch(self) -> bytes:
+        """Return what leads from one to the other, as git reads it; may take some seconds of computing.
+
+        The bytes are the sandbox's: pass them through :func:`asp.terminal.printable` before a terminal sees them.
+        """
+        return patch(self.old, self.new)
+
+
+async def diff(transport: Transport, contract: Contract) -> Difference:
+    """Return the pushed tree and what the workspace holds now.
+
+    The agent owns the tar and the files there, so this shows what it wants to show (S7). New caches, which push leaves out
+    too, are not part of it.
 
     Raises TreeError (nothing was pushed from here, or the answer cannot be read), TransportError.
     """
@@ -343,8 +387,11 @@ async def diff(transport: Transport, contract: Contract) -> tuple[bytes, list[st
                 received.write(data)
 
         result = await transport.exec(
-            "tar -cf - --exclude=./.git .", on_output=keep, keep_bytes=1000, timeout_s=PUSH_TIMEOUT_S,
+            "tar -cf - --exclude=./.git .", on_output=keep, keep_bytes=1000, timeout_s=DIFF_TIMEOUT_S,
         )
+        if result.timed_out:
+            msg = f"the sandbox did not pack its files within {DIFF_TIMEOUT_S:.0f} s"
+            raise TreeError(msg)
         if result.status != 0 and not size:
             msg = f"the sandbox could not pack its files: {quoted(result.stderr or b'no reason given')}"
             raise TreeError(msg)
@@ -353,6 +400,9 @@ async def diff(transport: Transport, contract: Contract) -> tuple[bytes, list[st
             new, odd = _entries(received)
     if result.status != 0:
         odd.append(f"tar in the sandbox ended with {result.status}: {quoted(result.stderr)}")
-    return patch(old, new), odd
+    caches = [name for name in new if name not in old and any(_is_cache(part) for part in os.fsdecode(name).split("/"))]
+    for name in caches:
+        del new[name]
+    return Difference(old, new, odd)
 
 

@@ -92,6 +92,10 @@ def _with_transport(args: argparse.Namespace, use: Callable[[Transport, trust.Tr
     return asyncio.run(run())
 
 
+class OutputFailed(AspError):
+    """Our own stdout or stderr cannot be written: a full disk, not a reader that has seen enough."""
+
+
 class _Output:
     """Our stdout and stderr as a receiver of foreign bytes: raw, but shown and not obeyed on a terminal (L8)."""
 
@@ -103,7 +107,7 @@ class _Output:
         }
 
     async def receive(self, stream: Stream, data: bytes, *, last: bool = False) -> None:
-        """Write a piece. Raises OSError (a reader that went away, a full disk)."""
+        """Write a piece. Raises BrokenPipeError (the reader went away) and OutputFailed."""
         decoder = self._decoders[stream]
         shown = data if decoder is None else printable(decoder.decode(data, last)).encode("utf-8", "replace")
         await asyncio.to_thread(_write_all, self._descriptors[stream], shown)
@@ -116,8 +120,14 @@ class _Output:
 
 def _write_all(descriptor: int, data: bytes) -> None:
     rest = memoryview(data)
-    while rest:
-        rest = rest[os.write(descriptor, rest) :]
+    try:
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        msg = f"cannot write the output ({error.strerror})"
+        raise OutputFailed(msg) from error
 
 
 def _script(command: str) -> bytes:
@@ -229,9 +239,10 @@ def cmd_diff(args: argparse.Namespace) -> int:
     from asp import trees  # noqa: PLC0415
 
     async def run(transport: Transport, trusted: trust.TrustedContract) -> list[str]:
-        patch, odd = await trees.diff(transport, trusted.contract)
-        await _Output().receive(Stream.STDOUT, patch, last=True)
-        return odd
+        found = await trees.diff(transport, trusted.contract)
+        # In a thread: what takes long is pure computing, and Ctrl-C must end it.
+        await _Output().receive(Stream.STDOUT, await asyncio.to_thread(found.patch), last=True)
+        return found.odd
 
     for line in _with_transport(args, run):
         print(f"asp: warning: {line}", file=sys.stderr)

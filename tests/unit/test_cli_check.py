@@ -71,7 +71,7 @@ def test_warnings(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
         f"{path}: ok: 127.0.0.1:2222, workspace /",
         f"{path}: connection.user: warning: absent, so the login name is {local_user()}, your local account's",
         f"{path}: connection.identity: warning: absent, so no key is offered; fine if the server asks for none",
-        f'{path}: connection.host_key: warning: no key is pinned (refused on loopback); write "TYPE BASE64"',
+        f'{path}: connection.host_key: warning: no key is pinned, so a connection is refused; write "TYPE BASE64"',
         f"{path}: (file): warning: not trusted; type: asp trust {path}",
     ]
 
