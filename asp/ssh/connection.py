@@ -59,8 +59,7 @@ class Connection:
         self.slots = asyncio.Semaphore(SESSIONS)
         self.running: dict[Session, asyncio.Future[None]] = {}
         self.abandoned: set[Session] = set()
-        self.sftp_lock = asyncio.Lock()
-        self.sftp: asyncssh.SFTPClient | None = None
+        self.sftp: asyncio.Future[asyncssh.SFTPClient] | None = None  # opened when first needed; see files.py
         self.temporary_files = 0
         self.left_behind = False
         # dropbear sends EOF and CLOSE as soon as the process exits, so a background child cannot be seen: always drain.
@@ -130,14 +129,17 @@ class Connection:
         if not self.ssh.is_closed():
             self.guard.close()
             await self.guard.wait_closed(CLOSE_TIMEOUT_S)
-        if self.sftp is not None:
-            self.sftp.exit()
         self.ssh.close()
         try:
             async with asyncio.timeout(CLOSE_TIMEOUT_S):
                 await self.ssh.wait_closed()
         except TimeoutError:
             self.ssh.abort()
+        if self.sftp is not None:  # an opening that nobody waits for ends with the connection
+            self.sftp.cancel()
+            await asyncio.wait({self.sftp})
+            if not self.sftp.cancelled():
+                self.sftp.exception()
 
 
 class _Client(asyncssh.SSHClient):

@@ -53,41 +53,40 @@ async def run(connection: Connection, command: Command, *, slots: asyncio.Semaph
     text = command.text()
     slots = connection.slots if slots is None else slots
     await slots.acquire()
-    session: Session | None = None
+    attempts: list[Session] = []
     try:
         guard = await connection.live_guard()
-        session = await open_session(connection.ssh, lambda nonce: boot_line(nonce, command.cwd))
+        session = await open_session(connection.ssh, lambda nonce: boot_line(nonce, command.cwd), attempts=attempts)
         abandoned: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         connection.running[session] = abandoned
         await guard.register(session.pid or 0)
         return await _follow(connection, guard, session, abandoned, command, text)
     except BaseException:  # cancelled, lost, or the receiver failed: in every case it must not live on
-        if session is not None:
-            _abandon(connection, session, slots)
+        if attempts:
+            _abandon(connection, attempts[-1], slots)
         raise
     finally:
-        if session is None or session not in connection.abandoned:
+        if not attempts or attempts[-1] not in connection.abandoned:
             slots.release()
-            if session is not None:
-                connection.running.pop(session, None)
+            if attempts:
+                connection.running.pop(attempts[-1], None)
 
 
 def _abandon(connection: Connection, session: Session, slots: asyncio.Semaphore) -> None:
     """Kill a command that nobody waits for, and forget it when it has ended; its session is paid for until then."""
     session.drop_receiver()
     pid = session.pid or 0
-    if not session.command_sent:
-        session.close()  # EOF ends a shell that waits for its command line
-        connection.guard.forget(pid, drain=False)
-        return
-    connection.guard.kill(pid)
+    if session.command_sent:
+        connection.guard.kill(pid)
     if session.closed.done():
         connection.guard.forget(pid, drain=False)
         return
     connection.abandoned.add(session)
     give_up = asyncio.get_running_loop().call_later(KILL_TIMEOUT_S, session.close)
+    if not session.command_sent:
+        session.close()  # EOF ends a shell that waits for its command line
 
-    def ended(_exited: "asyncio.Future[None]") -> None:
+    def ended(_ended: "asyncio.Future[None]") -> None:
         give_up.cancel()
         connection.guard.forget(pid, drain=False)
         connection.abandoned.discard(session)
@@ -95,7 +94,7 @@ def _abandon(connection: Connection, session: Session, slots: asyncio.Semaphore)
         session.close()
         slots.release()
 
-    session.exited.add_done_callback(ended)
+    (session.exited if session.command_sent else session.closed).add_done_callback(ended)
 
 
 async def _follow(

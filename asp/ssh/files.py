@@ -14,7 +14,7 @@ from asp import errors
 from asp.ssh import exec as remote
 from asp.ssh.connection import Connection
 from asp.ssh.script import quote
-from asp.ssh.session import READY_TIMEOUT_S, finish_late
+from asp.ssh.session import OPEN_BACKOFF_S, OPEN_TRIES, READY_TIMEOUT_S
 from asp.transport import MAX_READ_BYTES, DirEntry, FileKind, FileStat
 
 T = TypeVar("T")
@@ -36,6 +36,14 @@ _KEPT = 3  # status of the copy in place when the old content could not be put b
 
 
 async def _start_sftp(ssh: asyncssh.SSHClientConnection) -> asyncssh.SFTPClient:
+    """Start an SFTP client; a refused open is tried again, since a session that has just ended may still be counted."""
+    for attempt in range(1, OPEN_TRIES):
+        try:
+            return await ssh.start_sftp_client(path_encoding=None)
+        except asyncssh.ChannelOpenError as error:
+            if ssh.is_closed() or error.code != asyncssh.OPEN_CONNECT_FAILED:
+                raise
+            await asyncio.sleep(OPEN_BACKOFF_S * 2**attempt)
     return await ssh.start_sftp_client(path_encoding=None)
 
 
@@ -50,25 +58,30 @@ async def _soon(answer: Awaitable[T]) -> T:
 
 
 async def _client(connection: Connection) -> asyncssh.SFTPClient:
-    """Return the connection's SFTP client; opened once. Raises ExecNotAllowed when the server has no SFTP."""
-    async with connection.sftp_lock:
-        if connection.sftp is None:
-            opening = asyncio.ensure_future(_start_sftp(connection.ssh))
-            try:
-                connection.sftp = await finish_late(opening, lambda late: late.exit())
-            except TimeoutError as error:
-                msg = f"the server did not answer in {READY_TIMEOUT_S:.0f} s when SFTP was asked for"
-                raise errors.NotStarted(msg) from error
-            except asyncssh.ChannelOpenError as error:
-                if connection.ssh.is_closed():
-                    msg = "the connection ended before the file was touched"
-                    raise errors.NotStarted(msg) from error
-                msg = f"the server offers no SFTP, which the file verbs need: {errors.quoted(error.reason)}"
-                raise errors.ExecNotAllowed(msg) from error
-            except asyncssh.SFTPError as error:
-                msg = f"the server's SFTP does not speak SFTP (does a login file print?): {errors.quoted(error.reason)}"
-                raise errors.LoginShellFailed(msg) from error
-        return connection.sftp
+    """Return the connection's SFTP client; opened once, and one opening serves all that wait, also when some are cancelled.
+
+    Raises ExecNotAllowed when the server has no SFTP, LoginShellFailed when a login file prints into it, NotStarted.
+    """
+    if connection.sftp is None:
+        connection.sftp = asyncio.ensure_future(_start_sftp(connection.ssh))
+    opening = connection.sftp
+    try:
+        async with asyncio.timeout(READY_TIMEOUT_S):
+            return await asyncio.shield(opening)
+    except TimeoutError as error:
+        msg = f"the server did not answer in {READY_TIMEOUT_S:.0f} s when SFTP was asked for"
+        raise errors.NotStarted(msg) from error
+    except (asyncssh.Error, OSError) as error:
+        if connection.sftp is opening:
+            connection.sftp = None
+        if connection.ssh.is_closed():
+            msg = "the connection ended before the file was touched"
+            raise errors.NotStarted(msg) from error
+        if isinstance(error, asyncssh.ChannelOpenError):
+            msg = f"the server offers no SFTP, which the file verbs need: {errors.quoted(error.reason)}"
+            raise errors.ExecNotAllowed(msg) from error
+        msg = f"the server's SFTP does not speak SFTP (does a login file print?): {errors.quoted(str(error))}"
+        raise errors.LoginShellFailed(msg) from error
 
 
 def _kind(attrs: asyncssh.SFTPAttrs) -> FileKind:
@@ -89,7 +102,7 @@ async def _errors_of(connection: Connection, path: bytes, shown: str) -> AsyncIt
     try:
         yield sftp
     except (asyncssh.SFTPConnectionLost, asyncssh.SFTPNoConnection, asyncssh.ConnectionLost) as error:
-        if connection.sftp is sftp:  # the SFTP server alone may have died: the next verb starts another
+        if connection.sftp is not None and connection.sftp.done():  # it alone may have died: the next verb starts another
             connection.sftp = None
         sftp.exit()
         msg = f"the connection was lost while {errors.quoted(shown)} was used; what was written may or may not be in place"

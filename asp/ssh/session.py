@@ -9,15 +9,13 @@ import re
 import secrets
 from collections import deque
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any
 
 import asyncssh
 
 from asp.errors import ConnectionLost, ExecNotAllowed, LoginShellFailed, NotStarted, WorkspaceMissing, quoted
 from asp.ssh.script import LOGIN, NONCE_BYTES
 from asp.transport import OnOutput, Stream
-
-T = TypeVar("T")
 
 READY_TIMEOUT_S = 20.0
 """How long a login shell may take to become ready (slow rc files)."""
@@ -38,7 +36,7 @@ PAUSE_ABOVE = 1 << 20
 
 _MARK_LENGTH = 64
 _PID = re.compile(rb"[1-9][0-9]{0,9}")
-_late: set["asyncio.Task[object]"] = set()  # openings whose caller has gone; they close what they still get
+_late: set["asyncio.Future[Any]"] = set()  # openings whose caller has gone; they close what they still get
 
 
 class ReceiverFailed(Exception):
@@ -128,6 +126,11 @@ class Session(asyncssh.SSHClientSession[bytes]):
     def _said(self) -> str:
         noise = bytes(self._noise[Stream.STDERR].strip() or self._noise[Stream.STDOUT].strip())
         return f"; it said {quoted(noise)}" if noise else ""
+
+    def never_opened(self) -> None:
+        """The server opened no channel: there is nothing to close."""
+        if not self.closed.done():
+            self.closed.set_result(None)
 
     def write(self, data: bytes) -> None:
         """Send bytes to the session's stdin. On a closed channel they go nowhere; the caller sees that by ``closed``."""
@@ -332,37 +335,38 @@ class Session(asyncssh.SSHClientSession[bytes]):
         )  # fmt: skip
 
 
-async def finish_late(opening: "asyncio.Task[T]", close: Callable[[T], None]) -> T:
-    """Wait for an opening, at most 20 s; if we are cancelled or it is late, what it opens in the end is closed.
+async def _open_channel(connection: asyncssh.SSHClientConnection, session: Session) -> None:
+    """Open a channel, within 20 s; if we are cancelled or it is late, it is closed as soon as it is open.
 
     asyncssh leaves a channel open when its opening is cancelled, and each one takes a session of the server's few.
-    Raises TimeoutError, and what the opening raises.
+    Raises TimeoutError, ChannelOpenError, and what else asyncssh raises.
     """
+    opening = asyncio.ensure_future(connection.create_session(lambda: session, LOGIN, encoding=None))
 
-    def done(late: "asyncio.Task[T]") -> None:
+    def opened_for_nobody(late: "asyncio.Future[Any]") -> None:
         _late.discard(late)
-        if not late.cancelled() and late.exception() is None:
-            close(late.result())
+        if late.cancelled() or late.exception() is not None:
+            session.never_opened()
+        else:
+            session.close()
 
     try:
         async with asyncio.timeout(READY_TIMEOUT_S):
-            return await asyncio.shield(opening)
+            await asyncio.shield(opening)
     except BaseException:
-        if not opening.done():
-            _late.add(opening)
-            opening.add_done_callback(done)
+        _late.add(opening)
+        opening.add_done_callback(opened_for_nobody)
         raise
-
-
-async def _open_channel(connection: asyncssh.SSHClientConnection, session: Session) -> None:
-    opening = connection.create_session(lambda: session, LOGIN, encoding=None)
-    await finish_late(asyncio.ensure_future(opening), lambda _opened: session.close())
 
 
 async def open_session(
     connection: asyncssh.SSHClientConnection, boot: Callable[[str], bytes], *, marks_both_streams: bool = True,
-) -> Session:
+    attempts: list[Session] | None = None,
+) -> Session:  # fmt: skip
     """Open a session channel, send the boot line that ``boot`` makes of the nonce, return the READY session.
+
+    Each attempt is put into ``attempts``: the last one may hold a session of the server until it is ``closed``, also when
+    this call was cancelled.
 
     Raises ExecNotAllowed, LoginShellFailed, WorkspaceMissing, or NotStarted if the connection ended. In every case no
     command line was written, so the caller may try again (E2).
@@ -370,6 +374,8 @@ async def open_session(
     attempt = 0
     while True:
         session = Session(marks_both_streams=marks_both_streams)
+        if attempts is not None:
+            attempts.append(session)
         try:
             await _open_channel(connection, session)
         except TimeoutError as error:
