@@ -29,7 +29,7 @@ class AnswerLost(AspError):
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command; each subcommand sets ``run``, from the arguments to an exit status."""
-    parser: argparse.ArgumentParser = stdio.Parser(
+    parser = stdio.Parser(
         prog="asp",
         description="Use a sandbox that .asp.json describes. The contract is found by walking up from here, "
         f"or named by {trust.ENVIRONMENT_VARIABLE}.",

@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from asp import trust
 from asp.errors import AspError, CommandRefused, ConnectionLost, NotStarted
+from asp.stdio import Parser
 from asp.terminal import printable
 from asp.transport import ExecResult, Stream, Transport
 
@@ -29,7 +30,7 @@ EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE, what a shell shows for a local command 
 _T = TypeVar("_T")
 
 
-def add_to(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:  # pyright: ignore[reportPrivateUsage]
+def add_to(commands: "argparse._SubParsersAction[Parser]") -> None:  # pyright: ignore[reportPrivateUsage]
     """Register the subcommands."""
     execute = commands.add_parser(
         "exec", help="run a command in the sandbox",

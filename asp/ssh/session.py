@@ -73,7 +73,7 @@ class Tail:
 
     def is_only(self, mark: bytes) -> bool:
         """Whether the stream held ``mark`` (at most 64 bytes) and nothing else."""
-        return self.total == len(mark) and self._kept == mark
+        return self.total == len(mark) and bytes(self._kept) == mark
 
 
 class Session(asyncssh.SSHClientSession[bytes]):
@@ -341,7 +341,7 @@ async def _open_channel(connection: asyncssh.SSHClientConnection, session: Sessi
     asyncssh leaves a channel open when its opening is cancelled, and each one takes a session of the server's few.
     Raises TimeoutError, ChannelOpenError, and what else asyncssh raises.
     """
-    opening = asyncio.ensure_future(connection.create_session(lambda: session, LOGIN, encoding=None))
+    opening: asyncio.Future[Any] = asyncio.ensure_future(connection.create_session(lambda: session, LOGIN, encoding=None))
 
     def opened_for_nobody(late: "asyncio.Future[Any]") -> None:
         _late.discard(late)
