@@ -9,7 +9,6 @@ import re
 import secrets
 from collections import deque
 from collections.abc import Callable
-from typing import Any
 
 import asyncssh
 
@@ -36,7 +35,7 @@ PAUSE_ABOVE = 1 << 20
 
 _MARK_LENGTH = 64
 _PID = re.compile(rb"[1-9][0-9]{0,9}")
-_late: set["asyncio.Future[Any]"] = set()  # openings whose caller has gone; they close what they still get
+_late: set["asyncio.Task[None]"] = set()  # openings whose caller has gone; they close what they still get
 
 
 class ReceiverFailed(Exception):
@@ -341,9 +340,13 @@ async def _open_channel(connection: asyncssh.SSHClientConnection, session: Sessi
     asyncssh leaves a channel open when its opening is cancelled, and each one takes a session of the server's few.
     Raises TimeoutError, ChannelOpenError, and what else asyncssh raises.
     """
-    opening: asyncio.Future[Any] = asyncio.ensure_future(connection.create_session(lambda: session, LOGIN, encoding=None))
 
-    def opened_for_nobody(late: "asyncio.Future[Any]") -> None:
+    async def create() -> None:
+        await connection.create_session(lambda: session, LOGIN, encoding=None)
+
+    opening = asyncio.ensure_future(create())
+
+    def opened_for_nobody(late: "asyncio.Task[None]") -> None:
         _late.discard(late)
         if late.cancelled() or late.exception() is not None:
             session.never_opened()
