@@ -103,6 +103,28 @@ async def test_a_reader_that_has_seen_enough(place: Place) -> None:
     assert (out, err) == (b"y\n", b"")
 
 
+@pytest.mark.parametrize(("command", "status", "out"), [
+    ("echo hi; exit 7", 7, b"hi\n"),  # nothing closed: the control
+    ("exec 2>&-; {asp} exec {same} 'echo e >&2; echo o; exit 7'; exit $?", 7, b"o\n"),
+    ("exec >&-; {asp} exec {same} 'echo o; exit 7'; exit $?", 7, b""),
+    ("exec <&- >&- 2>&-; {asp} exec {same} 'exit 7'; exit $?", 7, b""),
+    ("exec >/dev/full; {asp} exec {same} 'echo o; exit 7'; exit $?", 255, b""),
+    ("exec >/dev/full; {asp} check; exit $?", 1, b""),
+])
+async def test_streams_that_are_closed_or_full(place: Place, command: str, status: int, out: bytes) -> None:
+    """Not a traceback, not a status that could be the command's, and no output in whatever got descriptor 1."""
+    process = await asyncio.create_subprocess_exec(
+        "bash", "-c", command.format(asp=ASP, same=SAME), cwd=place.folder, stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )
+    shown, err = await asyncio.wait_for(process.communicate(), 30)
+    assert (process.returncode, shown) == (status, out), err
+    assert b"Traceback" not in err
+    if "full" in command:
+        assert err.count(b"\n") == 1
+        assert b"No space left" in err
+
+
 async def test_ctrl_c_ends_the_remote_command(place: Place, sandbox: InProcessSandbox) -> None:
     process = await place.start("exec", SAME, "echo $$ > pid; exec sleep 601")
     pid_file = sandbox.workspace / "pid"
