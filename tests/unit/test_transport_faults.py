@@ -177,6 +177,31 @@ async def test_a_wrong_pin_is_refused_before_authentication(sandbox: InProcessSa
     assert sandbox.server.logins == []
 
 
+async def test_a_pin_chooses_the_key_type(tmp_path: Path) -> None:
+    """P55: the server has three keys and prefers one; whichever is pinned is asked for. A comment does not matter."""
+    keys = [asyncssh.generate_private_key(kind) for kind in ("ssh-ed25519", "ecdsa-sha2-nistp256", "ssh-rsa")]
+
+    class Server(asyncssh.SSHServer):
+        def begin_auth(self, username: str) -> bool:
+            return False
+
+        def session_requested(self) -> Misbehaving:
+            return Misbehaving(lambda channel: channel.exit(5))
+
+    acceptor = await asyncssh.listen("127.0.0.1", 0, server_factory=Server, server_host_keys=keys, encoding=None, config=[])
+    for key in keys:
+        pin = " ".join(key.export_public_key().decode().split()[:2])
+        for text in (pin, f"{pin} root@box"):
+            document: dict[str, object] = {
+                "version": "0", "transport": "ssh", "workspace": "/",
+                "connection": {"host": "127.0.0.1", "port": acceptor.get_port(), "user": "u", "host_key": text},
+            }  # fmt: skip
+            async with open_transport(trusted(document, tmp_path)) as transport:
+                assert (await transport.exec("true")).status == 5
+    acceptor.close()
+    await acceptor.wait_closed()
+
+
 async def test_the_wrong_key_is_refused_without_the_user(sandbox: InProcessSandbox, tmp_path: Path) -> None:
     """P61: authentication fails in one line that does not hold the user name, which may be a token."""
     document = sandbox.document()
