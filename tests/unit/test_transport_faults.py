@@ -34,6 +34,10 @@ class Misbehaving(asyncssh.SSHServerSession[bytes]):
             line, _, self.buffer = self.buffer.partition(b"\n")
             self.answer(line)
 
+    def eof_received(self) -> bool:
+        self.channel.close()
+        return False
+
     def answer(self, line: bytes) -> None:
         words = line.split()
         if line.startswith((b"+ ", b"p ", b"t ")):

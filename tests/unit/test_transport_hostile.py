@@ -289,6 +289,10 @@ class Scripted(asyncssh.SSHServerSession[bytes]):
     def exec_requested(self, command: str) -> bool:
         return True
 
+    def eof_received(self) -> bool:
+        self.channel.close()
+        return False
+
     def data_received(self, data: bytes, datatype: int | None) -> None:
         self.buffer += data
         while b"\n" in self.buffer:
