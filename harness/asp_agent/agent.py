@@ -33,7 +33,7 @@ from asp_agent.messages import (
 from asp_agent.redact import Redactor
 from asp_agent.run import RunFolder, identify
 from asp_agent.tools.arguments import ArgumentsInvalid, parse
-from asp_agent.tools.tool import NOT_RUN, Produced, Tool, perform
+from asp_agent.tools.tool import NOT_RUN, Interrupted, Produced, Tool, perform
 
 MAX_CUT_TURNS = 3
 """So many answers in a row may be cut off at the output limit; a model that does not get shorter ends the run."""
@@ -67,7 +67,7 @@ class Agent:
         self.interrupted = ""  # the call that was stopped from outside: it may live on in the sandbox
 
     async def run(self, task: str) -> Outcome:
-        """Work on ``task`` until it is done or cannot go on. Raises for bugs, and if our own disk or stdout fails."""
+        """Work on ``task`` until it is done or cannot go on. Raises for bugs, and if our own disk fails."""
         self._append(UserTurn(text=task))
         try:
             return await self._loop()
@@ -203,7 +203,8 @@ class Agent:
                 produced = await perform(tool, arguments, self.transport, self.redact)
         except Stopped as stopped:
             self._end, self.interrupted = self._stopped(stopped.cause), self.running
-            return Produced(wording.INTERRUPTED[stopped.cause], is_error=True)
+            before = stopped.__cause__.content if isinstance(stopped.__cause__, Interrupted) else ""
+            return Produced(wording.interrupted(stopped.cause, before), is_error=True)
         if produced.failure is not None:
             self._end = await self._after_failure(produced.failure)
         return produced

@@ -6,7 +6,6 @@ Imported for ``--help`` too, so what costs time (SDKs, asyncssh, jsonschema) is 
 import argparse
 import asyncio
 import contextlib
-import io
 import math
 import os
 import re
@@ -16,10 +15,12 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
-from asp.errors import AspError, ContractUntrusted
+from asp import stdio
+from asp.errors import AspError, ContractUntrusted, UsageError
 from asp_agent.display import Display, Header, JsonDisplay, Outcome, TextDisplay, reason_of
+from asp_agent.errors import OutputClosed
 from asp_agent.limits import DEFAULT_MAX_TURNS, Cause, Limits, Stopped, Watch
 from asp_agent.redact import Redactor
 
@@ -34,16 +35,32 @@ INTERRUPTED = 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code (L7)."""
-    options = _parser().parse_args(argv)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a locale that cannot show a character must not end a run
-            stream.reconfigure(errors="backslashreplace")
-    display: Display = JsonDisplay(sys.stdout) if options.json else TextDisplay(sys.stdout, sys.stderr)
-    return _Session(options, display).run()
+    stdio.ready()
+    try:
+        options = _parser().parse_args(argv)
+        display: Display = JsonDisplay(sys.stdout) if options.json else TextDisplay(sys.stdout, sys.stderr)
+        status = _Session(options, display).run()
+    except SystemExit as ended:  # argparse: --help, or a complaint
+        status = ended.code if isinstance(ended.code, int) else 1
+    written = _flush(sys.stdout)
+    _flush(sys.stderr)
+    return status if written else status or 1
+
+
+def _flush(stream: TextIO) -> bool:
+    """Flush; what cannot be written goes nowhere then, else Python tries again at exit, and complains."""
+    try:
+        stream.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+        return False
+    return True
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = stdio.Parser(
         prog="asp-agent",
         allow_abbrev=False,
         description="An agent that thinks here and works in a sandbox over SSH (.asp.json).",
@@ -103,6 +120,15 @@ def _seconds(text: str) -> float:
     raise argparse.ArgumentTypeError(msg)
 
 
+def _working_directory() -> Path:
+    """Return where we are. Raises UsageError if somebody removed it under us."""
+    try:
+        return Path.cwd()
+    except OSError as error:
+        msg = f"the working directory does not exist any more, or cannot be entered ({error.strerror}); change to another folder"
+        raise UsageError(msg) from error
+
+
 def _ask(question: str) -> str:
     """Ask on stderr, since stdout is for the answer (L7). Raises EOFError at the end of input."""
     sys.stderr.write(question)
@@ -135,8 +161,6 @@ class _Session:
             self._set(Outcome(INTERRUPTED, "interrupted", "interrupted by the user"))
         except AspError as error:
             self._set(Outcome(error.exit_code, reason_of(error), self._redact(str(error))))
-        except BrokenPipeError:
-            self._set(Outcome(1, "output_closed", "nobody reads the output any more"))
         except Exception as error:  # noqa: BLE001 - the last one who can record it; shown as what it is, a bug
             self._set(self._bug(error))
         return self._finish()
@@ -146,12 +170,13 @@ class _Session:
         from asp import contract, trust  # noqa: PLC0415 - not for --help
         from asp_agent.models import DEFAULT_MODEL, open_model  # noqa: PLC0415 - not for --help
 
+        here = _working_directory()
         try:
-            trusted = trust.resolve(self._options.contract, Path.cwd())
+            trusted = trust.resolve(self._options.contract, here)
         except ContractUntrusted:
             if self._options.json or not sys.stdin.isatty() or not sys.stderr.isatty():
                 raise
-            trusted = trust.confirm_on_terminal(contract.load(contract.find(Path.cwd())), _ask)
+            trusted = trust.confirm_on_terminal(contract.load(contract.find(here)), _ask)
         return trusted, open_model(self._options.model or DEFAULT_MODEL, base_url=self._options.base_url)
 
     async def _work(self, trusted: "TrustedContract", model: "Model") -> None:
@@ -194,7 +219,12 @@ class _Session:
         if self._outcome is None:
             self._outcome = outcome
         elif outcome.message:
-            self._display.note(f"while closing: {outcome.message}")
+            self._note(f"while closing: {outcome.message}")
+
+    def _note(self, text: str) -> None:
+        """Show a line at the end, where a stdout that is gone changes nothing any more."""
+        with contextlib.suppress(OutputClosed):
+            self._display.note(text)
 
     def _bug(self, error: Exception) -> Outcome:
         if os.environ.get("ASP_DEBUG") == "1":
@@ -215,10 +245,11 @@ class _Session:
                 outcome = replace(outcome, exit_code=code, reason=reason_of(error), message=str(error))
         try:
             self._display.result(outcome, str(self._folder.path) if self._folder else None, seconds)
-        except BrokenPipeError:
-            # Python flushes stdout again at exit and would print a traceback: give it something that takes the bytes.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return outcome.exit_code or 1
+        except OutputClosed as closed:
+            if not isinstance(closed.__cause__, BrokenPipeError):  # who stopped reading has seen enough
+                with contextlib.suppress(OSError):
+                    print(f"asp-agent: {closed}", file=sys.stderr, flush=True)
+            return outcome.exit_code or closed.exit_code
         return outcome.exit_code
 
     def _give_up(self) -> None:
@@ -230,7 +261,7 @@ class _Session:
                 if self._outcome is None:
                     self._set(self._agent.abandon())
                 if running:
-                    self._display.note(self._redact(f"not waited for; it may still run in the sandbox: {running}"))
+                    self._note(self._redact(f"not waited for; it may still run in the sandbox: {running}"))
             if self._outcome is None:
                 self._set(Outcome(INTERRUPTED, "interrupted", "interrupted by the user"))
             code = self._finish()

@@ -14,9 +14,13 @@ from typing import Any, Protocol, TextIO, cast
 
 from asp.errors import AspError
 from asp.terminal import printable
+from asp_agent.errors import OutputClosed
 from asp_agent.messages import ToolResult, Usage
 
 SCRIPTED = "scripted model: no LLM is called"
+ERASE = "\r\x1b[K"
+"""Back to the start of the terminal's line, and nothing on it."""
+
 _MIN_WIDTH = 20
 _ERROR_LINES = 3
 
@@ -52,7 +56,7 @@ def reason_of(error: AspError) -> str:
 
 
 class Display(Protocol):
-    """What the loop tells about itself. Text is redacted before it comes here."""
+    """What the loop tells about itself. Text is redacted before it comes here. Raises OutputClosed."""
 
     def start(self, header: Header) -> None:
         """Show what the run is started with."""
@@ -99,7 +103,6 @@ class TextDisplay:
         self._out, self._err = out, err
         self._live = err.isatty() and os.environ.get("TERM") != "dumb"
         self._colour = self._live and not os.environ.get("NO_COLOR")
-        self._status = False
 
     def start(self, header: Header) -> None:
         """Two lines: model and sandbox, limits and record."""
@@ -107,13 +110,12 @@ class TextDisplay:
             self._line(SCRIPTED, "1")
         time = f", {header.timeout_s:g} s" if header.timeout_s is not None else ""
         self._line(f"{header.model} in {header.workspace} ({header.contract}), at most {header.max_turns} turns{time}")
-        self._line(f"record: {header.run}", "2")
+        self._line(f"record: {header.run}", "2", wrap=True)  # whole, so that it can be copied
 
     def streaming(self, characters: int) -> None:
         """Rewrite a status line, on a terminal only."""
         if self._live:
-            self._status = bool(characters)
-            self._write(f"\r… {characters:,} characters\x1b[K" if characters else "\r\x1b[K")
+            self._write(f"\r… {characters:,} characters\x1b[K" if characters else ERASE)
 
     def message(self, text: str, *, final: bool) -> None:
         """Show the whole text. The final one is the answer and goes to stdout at the end."""
@@ -152,16 +154,14 @@ class TextDisplay:
         if run is not None and outcome.turns:
             self._line(f"{outcome.reason}: {outcome.turns} turns, {_tokens(outcome.usage)}, {duration_s:.1f} s", "2")
         if outcome.exit_code == 0:
-            self._out.write(printable(outcome.text.strip()) + "\n")
-            self._out.flush()
+            _put(self._out, printable(outcome.text.strip()) + "\n")
 
     def _line(self, text: str, style: str = "", *, wrap: bool = False) -> None:
-        if self._status:
-            self.streaming(0)
         width = max(_MIN_WIDTH, shutil.get_terminal_size().columns) if self._live else 0
         if width and not wrap and len(text) > width:
             text = text[: width - 1] + "…"
-        self._write((f"\x1b[{style}m{text}\x1b[0m" if style and self._colour else text) + "\n")
+        fresh = ERASE if self._live else ""  # the status line, or the ^C that the terminal has shown
+        self._write(fresh + (f"\x1b[{style}m{text}\x1b[0m" if style and self._colour else text) + "\n")
 
     def _write(self, text: str) -> None:
         # stderr can be gone (SIGHUP, a closed pipe); that must not end the run, whose record is in the run folder.
@@ -215,8 +215,20 @@ class JsonDisplay:
 
     def _emit(self, kind: str, **fields: object) -> None:
         # ASCII only: no control or bidi character reaches a terminal as itself, and no locale matters.
-        self._out.write(json.dumps({"type": kind, **fields}) + "\n")
-        self._out.flush()
+        _put(self._out, json.dumps({"type": kind, **fields}) + "\n")
+
+
+def _put(out: TextIO, text: str) -> None:
+    """Write to stdout, now. Raises OutputClosed."""
+    try:
+        out.write(text)
+        out.flush()
+    except BrokenPipeError as error:
+        msg = "nobody reads the output any more"
+        raise OutputClosed(msg) from error
+    except OSError as error:
+        msg = f"cannot write the answer ({error.strerror})"
+        raise OutputClosed(msg) from error
 
 
 def summarise(raw_arguments: str, argument: str) -> str:

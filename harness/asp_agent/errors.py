@@ -3,6 +3,12 @@
 from asp.errors import AspError
 
 
+class OutputClosed(AspError):
+    """What is to be shown on stdout cannot be written: the disk is full, or nobody reads it any more."""
+
+    exit_code = 1
+
+
 class ModelError(AspError):
     """The model side failed."""
 

@@ -31,7 +31,7 @@ class Cause(Enum):
 
 
 class Stopped(Exception):
-    """What was waited for has been cancelled, because of ``cause``."""
+    """What was waited for has been cancelled, because of ``cause``; ``__cause__`` is how it ended then."""
 
     def __init__(self, cause: Cause) -> None:
         """Keep the cause; it is the text."""
@@ -89,10 +89,10 @@ class Watch:
         self._cancelled, others = False, task.cancelling()
         try:
             yield
-        except asyncio.CancelledError:
+        except asyncio.CancelledError as cancelled:
             if self.cause is None or not self._cancelled or task.cancelling() > others + 1:
                 raise  # somebody else cancels the whole run
-            raise Stopped(self.cause) from None
+            raise Stopped(self.cause) from cancelled
         finally:
             if self._cancelled:  # also when it ended all the same: then its result counts, and the next wait is refused
                 task.uncancel()

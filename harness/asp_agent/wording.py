@@ -26,6 +26,12 @@ _STOPS = {
 }
 
 
+def interrupted(cause: Cause, before: str) -> str:
+    """Say that a call was stopped while it ran, below what it gave ``before``."""
+    kept = before.rstrip("\n")
+    return f"{kept}\n\n{INTERRUPTED[cause]}" if kept else INTERRUPTED[cause]
+
+
 def not_run(stop: Stop) -> str:
     """Say why the calls of a turn that ended by ``stop`` were not run (L2)."""
     return f"This was not run: {_STOPS[stop]}."

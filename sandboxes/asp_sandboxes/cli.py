@@ -1,43 +1,52 @@
 """The command ``asp-sandbox``: make sandboxes for repositories. For a person or an orchestrator, never for the agent."""
 
 import argparse
+import contextlib
 import json
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
+from asp import stdio
 from asp.errors import AspError, UsageError
 from asp.terminal import printable
 
 if TYPE_CHECKING:
-    from asp_sandboxes.provisioning import Listed
+    from asp_sandboxes.provisioning import Gone, Listed, Started
 
 INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0 done, 1 failed, 2 configuration, 4 the sandbox or gateway is lost."""
-    options = _parser().parse_args(argv)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler)  # each is one Ctrl-C (L7): what was begun is taken back
+    stdio.ready()
     try:
-        return _run(options)
+        options = _parser().parse_args(argv)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.default_int_handler)  # each is one Ctrl-C (L7): what was begun is taken back
+        status = _run(options)
+    except SystemExit as ended:  # argparse: --help, or a complaint
+        status = ended.code if isinstance(ended.code, int) else AspError.exit_code
     except AspError as error:
         for line in str(error).splitlines():
             _tell(line)
-        return error.exit_code
+        status = error.exit_code
     except OSError as error:
         _tell(f"{error.filename or 'the system'}: {error.strerror}")
-        return AspError.exit_code
+        status = AspError.exit_code
     except KeyboardInterrupt:
+        if sys.stderr.isatty():
+            _write(sys.stderr, "\n")  # the terminal has shown ^C
         _tell("interrupted")
-        return INTERRUPTED
+        status = INTERRUPTED
+    return _ended(status)
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = stdio.Parser(
         prog="asp-sandbox",
         description="Make a sandbox without a network for a repository, and the .asp.json by which tools find it.",
     )
@@ -46,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     up = verbs.add_parser("up", help="start a sandbox and write .asp.json into the repository's folder")
     up.add_argument("provider", choices=["local"], help="local: bubblewrap on this machine, no Docker and no root needed")
     up.add_argument("--name", help="what to call it (default: made from the folder's name)")
-    up.add_argument("--repo", type=Path, default=Path(), metavar="DIR", help="the repository's folder (default: this one)")
+    up.add_argument("--repo", type=_folder, default=Path(), metavar="DIR", help="the repository's folder (default: this one)")
 
     down = verbs.add_parser("down", help="stop a sandbox and remove its workspace, keys and .asp.json")
     down.add_argument("name", nargs="?", metavar="NAME")
@@ -57,24 +66,27 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _folder(text: str) -> Path:
+    if not text:
+        msg = "is empty; name a folder, or leave it out for this one"
+        raise argparse.ArgumentTypeError(msg)
+    return Path(text)
+
+
 def _run(options: argparse.Namespace) -> int:
     # Here, so that --help and mistakes in the arguments are answered at once.
     from asp_sandboxes import provisioning  # noqa: PLC0415
 
     match options.verb:
         case "up":
-            record = provisioning.up(options.provider, options.repo, options.name, _tell)
-            folder = Path(record.contract).parent
-            where = "" if folder == Path.cwd() else f"in {folder}, "
-            _say(f"sandbox {record.name} is up: 127.0.0.1:{record.port}, workspace /workspace; next, {where}type: asp push")
+            _say(_is_up(provisioning.up(options.provider, options.repo, options.name, _tell)))
         case "down":
             if bool(options.name) == options.all:
                 msg = "say which sandbox, or --all"
                 raise UsageError(msg)
             names = [found.record.name for found in provisioning.listed()] if options.all else [options.name]
             for name in names:
-                provisioning.down(name)
-                _say(f"sandbox {name} is gone, its workspace, keys and contract too")
+                _say(_is_gone(provisioning.down(name)))
         case _:
             found = provisioning.listed()
             if options.json:
@@ -83,10 +95,30 @@ def _run(options: argparse.Namespace) -> int:
                 for one in found:
                     row = _as_json(one)
                     contract = printable(str(row["contract"]), newlines=False)
-                    sys.stdout.write(
-                        f"{row['name']:<24}  {row['provider']:<8}  {row['state']:<8}  {row['port']!s:<6}  {contract}\n"
-                    )
+                    _say(f"{row['name']:<24}  {row['provider']:<8}  {row['state']:<8}  {row['port']!s:<6}  {contract}")
     return 0
+
+
+def _is_up(started: "Started") -> str:
+    record = started.record
+    folder = Path(record.contract).parent
+    here = False
+    with contextlib.suppress(OSError):  # the working directory may be gone
+        here = folder == Path.cwd()
+    where = "" if here else f"in {folder}, "
+    how, verb = (" as it was", "diff") if started.kept else ("", "push")
+    return f"sandbox {record.name} is up: 127.0.0.1:{record.port}, workspace /workspace{how}; next, {where}type: asp {verb}"
+
+
+def _is_gone(gone: "Gone") -> str:
+    record = gone.record
+    if not record.contract:
+        rest = ", its workspace and keys too; its record was lost, so a .asp.json that leads to it stays where it is"
+    elif gone.contract_stays:
+        rest = f", its workspace and keys too; {printable(record.contract, newlines=False)} was changed and stays"
+    else:
+        rest = ", its workspace, keys and contract too"
+    return f"sandbox {record.name} is gone{rest}"
 
 
 def _as_json(found: "Listed") -> dict[str, str | int | None]:
@@ -102,12 +134,38 @@ def _as_json(found: "Listed") -> dict[str, str | int | None]:
 
 
 def _say(text: str) -> None:
-    sys.stdout.write(f"{printable(text)}\n")
-    sys.stdout.flush()
+    _write(sys.stdout, f"{printable(text)}\n")  # _ended finds out again what could not be written
 
 
 def _tell(text: str) -> None:
-    sys.stderr.write(f"asp-sandbox: {printable(text, newlines=False)}\n")
+    _write(sys.stderr, f"asp-sandbox: {printable(text, newlines=False)}\n")
+
+
+def _write(stream: TextIO, text: str) -> None:
+    with contextlib.suppress(OSError):
+        stream.write(text)
+        stream.flush()
+
+
+def _ended(status: int) -> int:
+    """Write out what was said, and return the exit status: not 0 if the answer did not arrive."""
+    fault = _flush(sys.stdout)
+    if fault is not None and not isinstance(fault, BrokenPipeError):  # who stopped reading has seen enough
+        _tell(f"cannot write the answer ({fault.strerror})")
+    _flush(sys.stderr)
+    return status if fault is None else status or AspError.exit_code
+
+
+def _flush(stream: TextIO) -> OSError | None:
+    """Flush; what cannot be written goes nowhere then, else Python tries again at exit, and complains."""
+    try:
+        stream.flush()
+    except OSError as error:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+        return error
+    return None
 
 
 if __name__ == "__main__":

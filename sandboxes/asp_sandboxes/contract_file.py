@@ -15,7 +15,7 @@ from asp.terminal import printable
 from asp_sandboxes import bubblewrap
 
 _MAX_GIT_POINTER_BYTES = 4096
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 
 
 def document(port: int, client_key: Path, host_key: str) -> bytes:
@@ -24,7 +24,7 @@ def document(port: int, client_key: Path, host_key: str) -> bytes:
         "version": "0",
         "transport": "ssh",
         "connection": {
-            "host": _LOOPBACK,
+            "host": LOOPBACK,
             "port": port,
             "user": bubblewrap.USER,
             "identity": {"file": str(client_key)},

@@ -3,12 +3,13 @@
 import contextlib
 import dataclasses
 import os
+import pwd
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from asp import contract, trust
-from asp.contract import CONTRACT_NAME
+from asp import contract, trees, trust
+from asp.contract import CONTRACT_NAME, Contract
 from asp.errors import AspError, UsageError
 from asp.state import write_private
 from asp.terminal import printable
@@ -27,19 +28,34 @@ class Listed:
     running: bool
 
 
-def up(provider: str, repository: Path, name: str | None, tell: Callable[[str], None]) -> Record:
+@dataclass(frozen=True)
+class Started:
+    """What ``up`` made. ``kept``: it was taken up again, and its workspace holds what it held."""
+
+    record: Record
+    kept: bool
+
+
+@dataclass(frozen=True)
+class Gone:
+    """What ``down`` took away. ``contract_stays``: somebody changed the contract, so it is theirs now."""
+
+    record: Record
+    contract_stays: bool
+
+
+def up(provider: str, repository: Path, name: str | None, tell: Callable[[str], None]) -> Started:
     """Start a sandbox for ``repository`` and write its contract there.
 
-    A contract of a sandbox of ours that has ended is taken up again: same name and workspace, new keys, new port.
-    ``tell`` receives one line before something that takes seconds. Raises AspError; then nothing is left behind.
+    A contract of a sandbox of ours that has ended is taken up again: same name and workspace, new keys, new port; what was
+    pushed to it stays known. ``tell`` receives one line before something that takes seconds.
+
+    Raises AspError; then nothing is left behind.
     """
     if provider not in PROVIDERS:
         msg = f"there is no provider {provider!r}; there are: {', '.join(PROVIDERS)}"
         raise UsageError(msg)
-    repository = repository.resolve()  # as asp.contract does: what is trusted is a path
-    if not repository.is_dir():
-        msg = f"{printable(str(repository), newlines=False)}: no such folder"
-        raise UsageError(msg)
+    repository = _repository(repository)
     if name is not None and not records.NAME.fullmatch(name):
         msg = "a sandbox's name has 1 to 31 characters: small letters, digits, hyphens, and does not begin with a hyphen"
         raise UsageError(msg)
@@ -47,40 +63,105 @@ def up(provider: str, repository: Path, name: str | None, tell: Callable[[str], 
     with control.exclusive():
         ended = _ended_sandbox_of(repository / CONTRACT_NAME, name)
         if ended is not None:
-            return _start(ended, found, replaces=ended.digest, tell=tell)
-        wanted = name or records.free_name(repository)
-        if wanted in {record.name for record in records.load_all()}:
+            kept = _holds_something(ended.workspace)
+            return Started(_start(ended, found, replaces=ended.digest, tell=tell), kept=kept)
+        taken = _known()
+        wanted = name or records.free_name(repository, taken)
+        if wanted in taken:
             msg = f"there is a sandbox named {wanted} already; remove it first: asp-sandbox down {wanted}"
             raise UsageError(msg)
         record = Record(name=wanted, provider=provider, contract=str(repository / CONTRACT_NAME))
         try:
-            return _start(record, found, replaces=None, tell=tell)
+            return Started(_start(record, found, replaces=None, tell=tell), kept=False)
         except BaseException:
-            records.remove_tree(record.folder)
+            with contextlib.suppress(FileNotFoundError):
+                records.remove_tree(record.folder)
             raise
 
 
-def down(name: str) -> Record:
-    """Stop a sandbox and remove all of it: processes, workspace, keys, contract, trust. Raises AspError."""
+def down(name: str) -> Gone:
+    """Stop a sandbox and remove all of it: processes, workspace, keys, contract, trust, the tree that was pushed to it.
+
+    A contract that somebody changed is left alone. Raises AspError.
+    """
     with control.exclusive():
-        record = records.find(name)
+        known = _known()
+        if name not in known:
+            msg = f"there is no sandbox named {name!r} (there are: {', '.join(known) or 'none'})"
+            raise UsageError(msg)
+        record = known[name].record
         _stop(record)
+        removed = True
         if record.contract:
             path = Path(record.contract)
-            if contract_file.remove(path, record.digest):
+            removed = contract_file.remove(path, record.digest)
+            if removed:
                 trust.forget(path)
+            trees.forget_base(_contract_of(record))
         try:
             records.remove_tree(record.folder)
+        except FileNotFoundError:
+            pass
         except OSError as error:
             msg = f"{record.folder}: cannot be removed ({error.strerror})"
             raise AspError(msg) from error
-    return record
+    return Gone(record, contract_stays=not removed)
 
 
 def listed() -> list[Listed]:
-    """Return all sandboxes. Raises AspError."""
+    """Return all sandboxes: those with a record, and what runs without one. Raises AspError."""
+    return list(_known().values())
+
+
+def _known() -> dict[str, Listed]:
     running = _running()
-    return [Listed(record, record.name in running) for record in records.load_all()]
+    known = {record.name: Listed(record, record.name in running) for record in records.load_all()}
+    # Its folder can be deleted under it; what nobody sees, nobody stops.
+    lost = {name: Listed(records.lost(name, port), running=True) for name, port in running.items() if name not in known}
+    return known | lost
+
+
+def _repository(folder: Path) -> Path:
+    """Return the folder's own path, as asp.contract does: what is trusted is a path. Raises UsageError."""
+    try:
+        repository = folder.resolve()
+    except FileNotFoundError as error:
+        msg = "the working directory does not exist any more; change to another folder, or name one in full: --repo"
+        raise UsageError(msg) from error
+    shown = printable(str(repository), newlines=False)
+    if not repository.is_dir():
+        msg = f"{shown}: no such folder"
+        raise UsageError(msg)
+    if repository == Path("/") or repository in _homes():
+        msg = f"{shown}: not a folder for a sandbox, asp push would send your keys; change to a repository, or name one: --repo"
+        raise UsageError(msg)
+    return repository
+
+
+def _homes() -> set[Path]:
+    """Return the user's home folder, as the environment and as the system has it."""
+    homes = {os.environ.get("HOME", "")}
+    with contextlib.suppress(KeyError):
+        homes.add(pwd.getpwuid(os.getuid()).pw_dir)
+    return {Path(home).resolve() for home in homes if home.startswith("/")}
+
+
+def _holds_something(workspace: Path) -> bool:
+    try:
+        with os.scandir(workspace) as entries:
+            return any(entries)
+    except FileNotFoundError:
+        return False
+    except OSError:  # its owner, the agent, may have closed it
+        return True
+
+
+def _contract_of(record: Record) -> Contract:
+    """Return the contract as we wrote it, also when its file is gone or changed: the base tree is kept by its endpoint."""
+    return Contract(
+        path=Path(record.contract), digest=record.digest, host=contract_file.LOOPBACK, port=record.port,
+        host_key=record.host_key or None, workspace=bubblewrap.WORKSPACE,
+    )  # fmt: skip
 
 
 def _running() -> dict[str, int]:
@@ -120,7 +201,9 @@ def _start(record: Record, found: Bubblewrap, *, replaces: str | None, tell: Cal
     if not runtime.is_staged():
         tell("preparing the sandbox's runtime, once for this version")
     staged = runtime.stage()
+    before = record
     record = dataclasses.replace(record, runtime=staged.folder.name)
+    record.folder.mkdir(mode=0o700, exist_ok=True)
     record.workspace.mkdir(mode=0o700, exist_ok=True)
     if os.geteuid() == 0:
         taken = {other.uid for other in records.load_all() if other.uid is not None and other.name != record.name}
@@ -144,10 +227,12 @@ def _start(record: Record, found: Bubblewrap, *, replaces: str | None, tell: Cal
         pin = " ".join(host_key.export_public_key("openssh").decode().split()[:2])
         data = contract_file.document(port, record.client_key, pin)
         written = contract_file.write(path, data, replaces=replaces)
-        record = dataclasses.replace(record, port=port, digest=written)
+        record = dataclasses.replace(record, port=port, digest=written, host_key=pin)
         record.save()
         trust.remember(contract.load(path))
         contract_file.exclude_from_git(path.parent)
+        if replaces is not None:
+            trees.move_base(_contract_of(before), _contract_of(record))
     except BaseException:
         _stop(record)
         if written and contract_file.remove(path, written):

@@ -4,11 +4,10 @@ import json
 import os
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from asp.errors import UsageError
 from asp.state import state_dir, write_private
 
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,30}")
@@ -17,7 +16,10 @@ _RECORD = "sandbox.json"
 
 @dataclass(frozen=True)
 class Record:
-    """One sandbox. ``contract`` and ``digest`` say which file we wrote; ``uid`` is its own uid if root started it."""
+    """One sandbox. ``contract`` and ``digest`` say which file we wrote; ``uid`` is its own uid if root started it.
+
+    ``host_key`` is the pinned key, ``TYPE BASE64``: with the port it names the pushed base tree, whatever became of the file.
+    """
 
     name: str
     provider: str
@@ -26,11 +28,12 @@ class Record:
     port: int = 0
     uid: int | None = None
     runtime: str = ""
+    host_key: str = ""
 
     @property
     def folder(self) -> Path:
-        """Where all of it is, mode 0700."""
-        return state_dir("sandboxes", self.name)
+        """Where all of it is, mode 0700. It may be gone, and looking does not make it."""
+        return state_dir("sandboxes") / self.name
 
     @property
     def workspace(self) -> Path:
@@ -55,21 +58,16 @@ def load_all() -> Iterator[Record]:
         try:
             yield Record(**json.loads((folder / _RECORD).read_bytes()))
         except (OSError, ValueError, TypeError):
-            yield Record(name=folder.name, provider="unknown", contract="")
+            yield lost(folder.name)
 
 
-def find(name: str) -> Record:
-    """Return one record. Raises UsageError if there is none of that name."""
-    known = {record.name: record for record in load_all()}
-    if name not in known:
-        msg = f"there is no sandbox named {name!r} (there are: {', '.join(known) or 'none'})"
-        raise UsageError(msg)
-    return known[name]
+def lost(name: str, port: int = 0) -> Record:
+    """Return what stands for a sandbox whose record is not there or cannot be read."""
+    return Record(name=name, provider="unknown", contract="", port=port)
 
 
-def free_name(repository: Path) -> str:
+def free_name(repository: Path, taken: Container[str]) -> str:
     """Return a name made from that of the folder, with a number if it is taken."""
-    taken = {record.name for record in load_all()}
     stem = re.sub(r"[^a-z0-9]+", "-", repository.name.lower()).strip("-")[:24] or "sandbox"
     number = 1
     name = stem

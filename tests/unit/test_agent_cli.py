@@ -193,10 +193,11 @@ async def test_configuration_errors_are_one_line_and_a_result(tmp_path: Path) ->
     ids=str,
 )
 def test_usage_errors(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(options)
-    assert ended.value.code == 2
-    assert "usage: asp-agent" in capsys.readouterr().err
+    assert cli.main(options) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("asp-agent: ")
+    assert said.count("\n") == 1
+    assert said.endswith("--help\n")
 
 
 async def test_a_bad_model_connects_to_nothing(contract: Path) -> None:
@@ -404,12 +405,55 @@ async def test_a_reader_that_leaves_is_not_a_traceback(contract: Path) -> None:
     assert b"BrokenPipe" not in err
 
 
+@pytest.mark.parametrize(
+    ("redirections", "options", "code", "shown"),
+    [
+        (">/dev/full", (), 1, "asp-agent: cannot write the answer (No space left on device)"),
+        (">/dev/full", ("--json",), 1, "asp-agent: cannot write the answer (No space left on device)"),
+        (">/dev/full", ("--max-turns", "1"), 3, "the limit of 1 turns was reached"),
+        (">&-", (), 0, "done: 2 turns"),
+        (">&-", ("--json",), 0, ""),
+        ("2>&-", (), 0, ""),
+        ("2>/dev/full", (), 0, ""),
+        ("<&- >&- 2>&-", (), 0, ""),
+    ],
+)
+async def test_streams_that_cannot_be_written(
+    contract: Path, own_home: Path, redirections: str, options: tuple[str, ...], code: int, shown: str
+) -> None:
+    script = write_script(contract.parent, calls(call("bash", command="true")), {"text": "answer"})
+    given = ["--model", f"scripted/{script}", "--contract", str(contract), "--allow-same-host", *options]
+    process = await asyncio.create_subprocess_exec(
+        "sh", "-c", f'"$@" {redirections}', "sh", *COMMAND, "run", "x", *given, cwd=contract.parent, stdout=PIPE, stderr=PIPE
+    )
+    out, err = await process.communicate()
+    assert process.returncode == code, err
+    assert shown in err.decode()
+    assert b"Traceback" not in err
+    assert b"bug" not in err
+    if "--json" in options:
+        assert err.count(b"\n") == code
+    assert out.decode() == ("answer\n" if redirections.startswith("2") else "")
+    assert verify(run_folder(own_home)).complete
+    load_history(run_folder(own_home))
+
+
+async def test_a_working_directory_that_is_gone_is_one_line(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    process = await asyncio.create_subprocess_exec(
+        "sh", "-c", 'rmdir "$PWD"; exec "$@"', "sh", *COMMAND, "run", "x", cwd=gone, stdout=PIPE, stderr=PIPE
+    )
+    out, err = await process.communicate()
+    assert (process.returncode, out, err.count(b"\n")) == (2, b"", 1)
+    assert err.startswith(b"asp-agent: the working directory does not exist any more")
+
+
 def test_help_and_version_import_nothing_heavy() -> None:
     for option in (["--help"], ["run", "--help"], ["--version"]):
         probe = (
             "import sys; from asp_agent import cli\n"
-            f"try: cli.main({option!r})\n"
-            "except SystemExit as e: assert e.code == 0\n"
+            f"assert cli.main({option!r}) == 0\n"
             "heavy = {'asyncssh', 'anthropic', 'jsonschema', 'cryptography', 'rich', 'httpx2'} & set(sys.modules)\n"
             "assert not heavy, heavy"
         )

@@ -58,10 +58,36 @@ def test_a_narrow_terminal_gets_cut_lines(monkeypatch: pytest.MonkeyPatch, colum
     monkeypatch.setenv("NO_COLOR", "1")
     err = Terminal()
     play(io.StringIO(), err)
-    call = next(line for line in err.getvalue().splitlines() if line.startswith("> bash"))
+    call = next(line for line in shown_lines(err) if line.startswith("> bash"))
     assert len(call) == columns
     assert call.endswith("…")
-    assert set(err.getvalue().split("\x1b")[1:][0][:2]) == set("[K"), "without colour only the status line is erased"
+    assert {piece[:2] for piece in err.getvalue().split("\x1b")[1:]} == {"[K"}, "without colour lines are only erased"
+
+
+def shown_lines(err: io.StringIO) -> list[str]:
+    """Return what is left on each line of a terminal."""
+    return [line.rpartition("\r\x1b[K")[2] for line in err.getvalue().split("\n")]
+
+
+def test_a_narrow_terminal_gets_the_whole_path_of_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    err, run = Terminal(), "/home/somebody/.local/state/asp/runs/20260101T000000-0123456789abcdef"
+    TextDisplay(io.StringIO(), err).start(Header("m/x", False, "/p/.asp.json", "/w", 5, 1.5, run))
+    assert f"record: {run}" in shown_lines(err)
+
+
+@pytest.mark.parametrize("characters", [0, 10])
+def test_after_ctrl_c_the_next_line_is_clean(monkeypatch: pytest.MonkeyPatch, characters: int) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("NO_COLOR", "1")
+    err = Terminal()
+    display = TextDisplay(io.StringIO(), err)
+    display.streaming(characters)
+    err.write("^C")  # as the terminal does
+    display.result(Outcome(130, "interrupted", "interrupted by the user"), None, 1)
+    assert shown_lines(err) == ["asp-agent: interrupted by the user", ""]
 
 
 def test_colour_only_on_a_terminal_that_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_parts import Played, TurnsModel, call, calls, play, play_script, raw
+from agent_parts import Played, TurnsModel, call, calls, play, play_script, raw, write_script
+from conftest import trusted
 
 from asp.errors import ConnectionLost, HostKeyMismatch, Unreachable
-from asp.testing import LocalTwin
-from asp.transport import ExecResult
+from asp.ssh import open_transport
+from asp.testing import InProcessSandbox, LocalTwin
+from asp.transport import ExecResult, OnOutput, Stream
 from asp_agent.agent import Agent
 from asp_agent.decide import Action, Decision, Verdict
 from asp_agent.limits import Cause, Limits
 from asp_agent.messages import AssistantTurn, Stop, ToolCall, Usage, UserTurn
+from asp_agent.models import open_model
 from asp_agent.redact import MARK, Redactor
 
 
@@ -188,6 +191,37 @@ async def test_the_time_limit_stops_a_running_command(tmp_path: Path) -> None:
     assert contents(played)[0].startswith("The time for the task ended while this ran")
     assert contents(played)[1] == "This was not run: the time for the task is over."
     assert [path.name for path in (tmp_path / "work").iterdir()] == ["began"]
+
+
+@pytest.mark.parametrize("where", ["twin", "ssh"])
+async def test_e6_an_interrupted_command_keeps_its_output(tmp_path: Path, sandbox: InProcessSandbox, where: str) -> None:
+    """Redacted, cut as any output is, and the same text over both transports."""
+    agents: list[Agent] = []
+    over_ssh = open_transport(trusted(sandbox.document(), tmp_path), allow_same_host=True)
+    async with over_ssh if where == "ssh" else LocalTwin(sandbox.workspace) as transport:
+        run, seen = transport.exec, bytearray()
+
+        async def watched(script: str | bytes, *, on_output: OnOutput, **options: Any) -> ExecResult:
+            async def notice(stream: Stream, data: bytes) -> None:
+                await on_output(stream, data)
+                seen.extend(data)
+                if seen.endswith(b"s3cret-value\n"):
+                    agents[0].watch.interrupt()
+
+            return await run(script, on_output=notice, **options)
+
+        transport.exec = watched  # type: ignore[method-assign]
+        script = write_script(tmp_path, calls(call("bash", command="(seq 1 3000; echo s3cret-value) | cat; exec sleep 60")))
+        played = await play(transport, open_model(f"scripted/{script}"), redact=Redactor(["s3cret-value"]), arrange=agents.append)
+    assert ending(played) == (130, "interrupted")
+    lines = contents(played)[0].split("\n")
+    assert (lines[0], lines[1998:2001]) == ("1002", ["3000", MARK, ""])
+    assert lines[2001:] == [
+        "[Of 13,906 bytes of output you see the last 2,000 lines; what came before was dropped. To see all, send it to a file.]",
+        "",
+        "Interrupted by the user while this ran; its outcome is unknown and it may have taken effect.",
+    ]
+    assert played.results[0].is_error
 
 
 async def test_giving_up_pays_what_is_owed_at_once(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ from asp_agent.messages import (
 )
 from asp_agent.models import DEFAULT_MODEL, open_model
 from asp_agent.models.retry import RetryPolicy
-from asp_agent.models.scripted import ScriptedModel
+from asp_agent.models.scripted import MAX_SCRIPT_BYTES, ScriptedModel
 
 REQUEST = Request("", (), ())
 
@@ -212,6 +213,20 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelSetupError, match=problem):
         open_model(f"scripted/{name}")
+
+
+def test_only_a_regular_file_of_a_sane_size_is_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for name in (str(tmp_path), str(tmp_path / "fifo"), "/dev/zero"):
+        with pytest.raises(ModelSetupError, match=r"^[^\n]*: is not a regular file"):
+            open_model(f"scripted/{name}")
+    file = tmp_path / "play.json"
+    file.write_text('{"turns": []}')
+    os.truncate(file, MAX_SCRIPT_BYTES + 1)
+    with pytest.raises(ModelSetupError, match=r"^[^\n]*: is larger than 16 MiB$"):
+        open_model(f"scripted/{file}")
+    file.write_text('{"turns": []}'.ljust(MAX_SCRIPT_BYTES))
+    open_model(f"scripted/{file}")
 
 
 @pytest.mark.parametrize("spec", ["", "claude", "/x", "anthropic", "anthropic/", "openai/gpt-6", "mock/x\x1b[2J"])

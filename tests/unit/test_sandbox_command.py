@@ -3,9 +3,9 @@
 import asyncio
 import json
 import os
+import pwd
 import re
 import shutil
-import signal
 import stat
 import subprocess
 import sys
@@ -16,9 +16,9 @@ from pathlib import Path
 import asyncssh
 import pytest
 from conftest import missing
-from sandbox_lab import COMMAND, Box, Lab, children, descendants
+from sandbox_lab import COMMAND, Box, Lab, children, descendants, end, wait_for_end
 
-from asp import contract, trust
+from asp import contract, trees, trust
 from asp.errors import UsageError
 from asp_sandboxes import bubblewrap, contract_file, local, records, refusals, runtime
 from asp_sandboxes.cli import main
@@ -122,18 +122,86 @@ def test_up_refuses_a_contract_that_is_not_an_ended_one_of_ours(lab: Lab, reposi
 def test_down_leaves_a_contract_that_is_not_ours_any_more(lab: Lab, repository: Path) -> None:
     started(lab, repository)
     (repository / ".asp.json").write_text("changed")
-    assert lab.run("down", "some-repo").returncode == 0
+    done = lab.run("down", "some-repo")
+    said = f"sandbox some-repo is gone, its workspace and keys too; {repository}/.asp.json was changed and stays\n"
+    assert (done.returncode, done.stdout) == (0, said)
     assert (repository / ".asp.json").read_text() == "changed"
 
 
+def pushed(lab: Lab, repository: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the base tree that a push leaves on our side."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(lab.state.parent))
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", "import sys; from asp.cli import main; sys.exit(main())", "push"],
+        cwd=repository, env=lab.environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=50, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    base = trees.base_folder(contract.load(repository / ".asp.json")) / "base.tar"
+    assert base.is_file()
+    return base
+
+
 @pytest.mark.bwrap
-def test_an_ended_sandbox_is_taken_up_again_with_its_workspace(lab: Lab, repository: Path) -> None:
+@pytest.mark.parametrize("contract_is", ["ours", "changed", "gone"])
+def test_down_forgets_the_pushed_tree(
+    lab: Lab, repository: Path, monkeypatch: pytest.MonkeyPatch, contract_is: str
+) -> None:
+    started(lab, repository)
+    base = pushed(lab, repository, monkeypatch)
+    if contract_is == "changed":
+        (repository / ".asp.json").write_text("changed")
+    if contract_is == "gone":
+        (repository / ".asp.json").unlink()
+    assert lab.run("down", "some-repo").returncode == 0
+    assert not base.parent.exists()
+
+
+@pytest.mark.bwrap
+def test_a_running_sandbox_without_a_record_is_listed_and_can_be_stopped(lab: Lab, repository: Path, tmp_path: Path) -> None:
+    for arguments in (["down", "some-repo"], ["down", "--all"]):
+        box = started(lab, repository)
+        gateway = lab.gateway()
+        assert gateway is not None
+        processes = [os.pidfd_open(pid) for pid in descendants(gateway)]
+        shutil.rmtree(box.folder)
+        (repository / ".asp.json").unlink()
+        assert lab.listed() == [
+            {"name": "some-repo", "provider": "unknown", "state": "running", "port": box.port,
+             "contract": None, "workspace": str(box.folder / "workspace")},
+        ]  # fmt: skip
+        assert not box.folder.exists(), "to look does not make it again"
+        other = tmp_path / "other"
+        other.mkdir(exist_ok=True)
+        done = lab.run("up", "local", "--name", "some-repo", "--repo", str(other))
+        assert (done.returncode, list(other.iterdir())) == (2, [])
+        assert "asp-sandbox down some-repo" in done.stderr
+        done = lab.run(*arguments)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.startswith("sandbox some-repo is gone, its workspace and keys too; its record was lost")
+        for process in processes:
+            wait_for_end(process)
+        assert lab.listed() == []
+
+
+@pytest.mark.bwrap
+def test_an_ended_sandbox_is_taken_up_again_with_its_workspace(
+    lab: Lab, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (repository / "file").write_text("sent\n")
     first = started(lab, repository)
+    base = pushed(lab, repository, monkeypatch)
+    tree = base.read_bytes()
     asyncio.run(first.sh("echo kept > /workspace/work"))
-    gateway = lab.gateway()
-    assert gateway is not None
-    os.kill(gateway, signal.SIGKILL)
-    second = started(lab, repository)
+    end_gateway(lab)
+    done = lab.run("up", "local", cwd=repository)
+    assert done.returncode == 0, done.stderr
+    second = Box(lab, repository)
+    assert done.stdout == (
+        f"sandbox some-repo is up: 127.0.0.1:{second.port}, workspace /workspace as it was; next, type: asp diff\n"
+    )
+    moved = trees.base_folder(contract.load(repository / ".asp.json")) / "base.tar"
+    assert moved.read_bytes() == tree
+    assert list(base.parent.parent.iterdir()) == [moved.parent]
     assert asyncio.run(second.sh("cat /workspace/work; stat -c %U /workspace/work; echo more >> /workspace/work")) == (
         0,
         "kept\nagent\n",
@@ -141,6 +209,92 @@ def test_an_ended_sandbox_is_taken_up_again_with_its_workspace(lab: Lab, reposit
     assert second.name == first.name
     assert second.contract["connection"]["host_key"] != first.contract["connection"]["host_key"]
     assert [one["state"] for one in lab.listed()] == ["running"]
+
+
+def end_gateway(lab: Lab) -> None:
+    gateway = lab.gateway()
+    assert gateway is not None
+    end(gateway)
+
+
+@pytest.mark.bwrap
+def test_an_ended_sandbox_with_an_empty_workspace_wants_a_push(lab: Lab, repository: Path) -> None:
+    started(lab, repository)
+    end_gateway(lab)
+    done = lab.run("up", "local", cwd=repository)
+    assert done.stdout.endswith(", workspace /workspace; next, type: asp push\n")
+
+
+def redirected(lab: Lab, redirections: str, *arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["sh", "-c", f'"$@" {redirections}', "sh", *COMMAND, *arguments],
+        cwd=cwd or lab.folder, env=lab.environment, capture_output=True, text=True, timeout=50, check=False,
+    )  # fmt: skip
+
+
+@pytest.mark.bwrap
+def test_up_with_all_streams_closed(lab: Lab, repository: Path) -> None:
+    done = redirected(lab, "<&- >&- 2>&-", "up", "local", cwd=repository)
+    assert done.returncode == 0
+    assert asyncio.run(Box(lab, repository).sh("echo ok")) == (0, "ok\n")
+    assert Box(lab, repository).port == lab.listed()[0]["port"]
+
+
+def test_streams_that_cannot_be_written(lab: Lab) -> None:
+    (lab.state / "sandboxes" / "one").mkdir(parents=True, exist_ok=True)
+    full = "asp-sandbox: cannot write the answer (No space left on device)\n"
+    for redirections, arguments, expected in (
+        (">&-", ["list"], (0, "")),
+        (">/dev/full", ["list"], (1, full)),
+        (">/dev/full", ["list", "--json"], (1, full)),
+        (">/dev/full", ["--help"], (1, full)),
+        (">/dev/full", ["down", "nobody"], (2, None)),
+        ("2>&-", ["down", "nobody"], (2, "")),
+        ("2>/dev/full", ["down", "nobody"], (2, "")),
+        (">/dev/full", ["down", "one"], (1, full)),
+    ):
+        done = redirected(lab, redirections, *arguments)
+        assert (done.returncode, done.stderr if expected[1] is not None else None) == expected, (redirections, arguments)
+        assert "Traceback" not in done.stderr
+    assert lab.listed() == []
+
+
+def test_a_wrong_argument_is_one_line(lab: Lab) -> None:
+    for arguments in ([], ["up"], ["up", "local", "--repo", ""], ["nothing"], ["list", "\x1b[2J"]):
+        done = lab.run(*arguments)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), arguments
+        assert done.stderr.startswith("asp-sandbox: ")
+        assert "\x1b" not in done.stderr
+        assert done.stderr.endswith("--help\n")
+
+
+def test_up_refuses_folders_that_are_not_repositories(lab: Lab) -> None:
+    home = Path(lab.environment["HOME"])
+    (lab.folder / "link").symlink_to(home)
+    account = pwd.getpwuid(os.getuid()).pw_dir  # of some accounts it is not there
+    for folder in ("/", str(home), str(lab.folder / "link"), *([account] if Path(account).is_dir() else [])):
+        done = lab.run("up", "local", "--repo", folder)
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert "asp push would send your keys" in done.stderr
+        assert not Path(folder, ".asp.json").exists()
+    (lab.folder / "link").unlink()
+
+
+@pytest.mark.bwrap
+def test_up_where_the_working_directory_is_gone(lab: Lab, repository: Path, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+
+    def up(*arguments: str) -> subprocess.CompletedProcess[str]:
+        gone.mkdir()
+        command = ["sh", "-c", 'rmdir "$PWD"; exec "$@"', "sh", *COMMAND, "up", "local", *arguments]
+        return subprocess.run(command, cwd=gone, env=lab.environment, capture_output=True, text=True, timeout=50, check=False)
+
+    done = up()
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert "the working directory does not exist any more" in done.stderr
+    done = up("--repo", str(repository))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"next, in {repository}, type: asp push" in done.stdout
 
 
 @pytest.mark.bwrap
@@ -463,9 +617,7 @@ async def test_with_a_bubblewrap_in_a_closed_folder(tmp_path: Path, repository: 
 
 
 def test_help_is_quick_and_complete(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["--help"])
-    assert ended.value.code == 0
+    assert main(["--help"]) == 0
     output = capsys.readouterr().out
     assert all(verb in output for verb in ("up", "down", "list"))
     loaded = subprocess.run(
@@ -480,5 +632,7 @@ def test_a_damaged_record_is_listed_and_can_be_taken_away(lab: Lab) -> None:
     folder.mkdir(parents=True)
     (folder / "sandbox.json").write_text("{")
     assert [(one["name"], one["state"]) for one in lab.listed()] == [("broken", "stopped")]
-    assert lab.run("down", "broken").returncode == 0
+    done = lab.run("down", "broken")
+    assert done.returncode == 0
+    assert "its record was lost, so a .asp.json that leads to it stays where it is" in done.stdout
     assert json.loads(lab.run("list", "--json").stdout) == []

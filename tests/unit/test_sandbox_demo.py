@@ -3,8 +3,10 @@
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,15 +16,18 @@ CHECKOUT = Path(__file__).parents[2]
 DEMO = CHECKOUT / "sandboxes" / "demo"
 
 
-def run_demo(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    environment = {
+def environment(folder: Path) -> dict[str, str]:
+    return {
         "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
         "HOME": str(folder),
         "USER": "someone",
         "TMPDIR": str(folder),
     }
+
+
+def run_demo(folder: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [DEMO, *arguments], cwd=folder, env={**environment, "SETUP_DONE": "1", **variables}, stdin=subprocess.DEVNULL,
+        [DEMO, *arguments], cwd=folder, env={**environment(folder), "SETUP_DONE": "1", **variables}, stdin=subprocess.DEVNULL,
         capture_output=True, text=True, timeout=55, check=False,
     )  # fmt: skip
 
@@ -41,6 +46,34 @@ def test_the_demo(tmp_path: Path) -> None:
     assert "+printf '%s\\n'" in done.stdout
     assert "The test passes." in done.stdout
     assert 'FAIL  "Done!" became "done-"' in done.stdout + done.stderr
+    assert list(folder.iterdir()) == []
+
+
+@pytest.mark.bwrap
+@pytest.mark.parametrize("heading", ["A sandbox without", "The repository goes in", "The agent works"])
+def test_ctrl_c_shows_no_traceback(tmp_path: Path, heading: str) -> None:
+    """As a terminal does it: to the whole group, here while Python still loads."""
+    if Path(sys.prefix) != CHECKOUT / ".venv":
+        missing("bwrap", "the demo uses the checkout's .venv, which is not the one that runs this test")
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    with subprocess.Popen(
+        [DEMO, "--no-install"], cwd=folder, env={**environment(folder), "SETUP_DONE": "1"}, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    ) as demo:  # fmt: skip
+        assert demo.stdout is not None
+        output = ""
+        for line in demo.stdout:
+            output += line
+            if "local sandboxes" in line:
+                missing("bwrap", line)
+            if heading in line:
+                threading.Event().wait(0.05)  # not synchronisation: any moment will do, this one is while Python loads
+                os.killpg(demo.pid, signal.SIGINT)
+                break
+        output += demo.stdout.read()
+    assert demo.returncode == 130, output
+    assert "Traceback" not in output
     assert list(folder.iterdir()) == []
 
 

@@ -1,6 +1,7 @@
 """A model that is a file: its turns are played one by one, and no API is called.
 
-For demos, and for tests of everything but the model: the loop, the tools and the sandbox are the real ones. The file::
+For demos, and for tests of everything but the model: the loop, the tools and the sandbox are the real ones. The file is a
+regular one of at most 16 MiB::
 
     {"turns": [
         {"text": "I look.", "tool_calls": [{"name": "bash", "arguments": {"command": "ls"}}]},
@@ -20,6 +21,8 @@ calls, else ``done``); ``fault``:
 
 import asyncio
 import json
+import os
+import stat
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -36,6 +39,7 @@ _TURN_KEYS = ("text", "tool_calls", "usage", "stop", "fault")
 _CALL_KEYS = ("id", "name", "arguments", "raw_arguments")
 _USAGE_KEYS = ("input_tokens", "cache_read_tokens", "cache_write_tokens", "output_tokens")
 _FAULTS = ("interrupted", "unavailable", "refused")
+MAX_SCRIPT_BYTES = 16 << 20
 _PIECES = 4  # so that a script streams as a model does
 
 
@@ -175,7 +179,7 @@ class _Script:
 
     def _json(self) -> object:
         try:
-            text = Path(self._file).read_bytes().decode()
+            text = self._bytes().decode()
             return json.loads(text, object_pairs_hook=self._pairs, parse_constant=self._constant)
         except OSError as error:
             problem = f"cannot be read ({error.strerror or type(error).__name__})"
@@ -188,6 +192,20 @@ class _Script:
         except ValueError as error:  # a NUL in the path, a number of more than 4300 digits
             problem = f"cannot be used: {error}"
         return self._fail("", problem)
+
+    def _bytes(self) -> bytes:
+        # Not blocking: to open a FIFO would wait for its writer, for ever.
+        descriptor = os.open(self._file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                self._fail("", "is not a regular file (a directory, a FIFO or a device)")
+            with open(descriptor, "rb", closefd=False) as file:
+                data = file.read(MAX_SCRIPT_BYTES + 1)
+        finally:
+            os.close(descriptor)
+        if len(data) > MAX_SCRIPT_BYTES:
+            self._fail("", f"is larger than {MAX_SCRIPT_BYTES >> 20} MiB")
+        return data
 
     def _pairs(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         given: dict[str, Any] = {}

@@ -1,10 +1,12 @@
 """The ``bash`` tool: one command, the end of its output, its exit status."""
 
+import asyncio
+
 from asp.errors import ConnectionLost
-from asp.transport import ExecResult, Transport
+from asp.transport import ExecResult, Stream, Transport
 from asp_agent.messages import ToolSchema
 from asp_agent.tools.terminal_text import clean, decode_tail
-from asp_agent.tools.tool import LOST, Arguments, Produced, Redact, Tool
+from asp_agent.tools.tool import LOST, Arguments, Interrupted, Produced, Redact, Tool
 from asp_agent.tools.truncate import MAX_BYTES, MAX_LINES, tail
 
 DEFAULT_TIMEOUT_S = 120
@@ -41,19 +43,42 @@ async def bash(arguments: Arguments, transport: Transport, redact: Redact) -> Pr
     """Run the command with both streams merged where it runs, and give the tail of what it printed (T1).
 
     No environment is set: "only where the sandbox has none" would need to know the sandbox. A lost connection is an
-    error result with the partial output; raises NotStarted and its subclasses.
+    error result with the partial output; raises NotStarted and its subclasses. Cancelled, it raises Interrupted with the
+    partial output if there was any (E6).
     """
     command: str = arguments["command"]
     timeout_s = float(arguments.get("timeout", DEFAULT_TIMEOUT_S))
     if "\0" in command:
         return Produced("The command holds a NUL character, which no shell can take. It was not run.", is_error=True)
+    seen = _Seen()
     try:
-        result = await transport.exec(command, merge_streams=True, timeout_s=timeout_s, keep_bytes=KEEP_BYTES)
+        result = await transport.exec(command, merge_streams=True, timeout_s=timeout_s, keep_bytes=KEEP_BYTES, on_output=seen.add)
+    except asyncio.CancelledError as cancelled:  # then there is no result that could hold the output
+        if seen.total:
+            raise Interrupted(_shown(seen.tail(), seen.total, redact)) from cancelled
+        raise
     except ConnectionLost as lost:
         text = _shown(lost.stdout[-KEEP_BYTES:], len(lost.stdout), redact)
         return Produced(_below(text, LOST), is_error=True, failure=lost)
     text = _shown(result.stdout, result.stdout_bytes, redact)
     return Produced(*_with_ending(text, result, timeout_s))
+
+
+class _Seen:
+    """The end of the output that has come so far."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._kept = bytearray()
+
+    async def add(self, _: Stream, data: bytes) -> None:
+        self.total += len(data)
+        self._kept += data
+        if len(self._kept) > 2 * KEEP_BYTES:  # at twice the size, so that the cost is amortised
+            del self._kept[:-KEEP_BYTES]
+
+    def tail(self) -> bytes:
+        return bytes(self._kept[-KEEP_BYTES:])
 
 
 def _with_ending(text: str, result: ExecResult, timeout_s: float) -> tuple[str, bool]:

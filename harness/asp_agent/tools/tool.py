@@ -1,5 +1,6 @@
 """What a tool is, and how one call of it becomes the text that the model reads, whatever happens to it."""
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -33,6 +34,15 @@ class Produced:
     content: str
     is_error: bool = False
     failure: AspError | None = None
+
+
+class Interrupted(asyncio.CancelledError):
+    """A call was cancelled and has something to tell: ``content`` is what it gave before, cut and redacted as a result is."""
+
+    def __init__(self, content: str) -> None:
+        """Keep the text for the model."""
+        super().__init__()
+        self.content = content
 
 
 @dataclass(frozen=True, slots=True)
