@@ -222,9 +222,9 @@ def cmd_write(args: argparse.Namespace) -> int:
 
 def cmd_push(args: argparse.Namespace) -> int:
     """Send the folder; say on stderr what went and what stayed."""
-    from asp import trees  # noqa: PLC0415 - tarfile and difflib, only here
+    from asp import archive, trees  # noqa: PLC0415 - tarfile and difflib, only here
 
-    async def run(transport: Transport, trusted: trust.TrustedContract) -> trees.Pushed:
+    async def run(transport: Transport, trusted: trust.TrustedContract) -> archive.Pushed:
         return await trees.push(transport, trusted.contract, trusted.contract.path.resolve().parent, replace=args.replace)
 
     report = _with_transport(args, run)

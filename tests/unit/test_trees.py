@@ -15,11 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asp import trees
+from asp.archive import TreeError
 from asp.contract import Contract
 from asp.patch import Entry, PatchTooLarge, patch
 from asp.ssh import SSHTransport, open_transport
 from asp.testing import InProcessSandbox
-from asp.trees import TreeError
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ async def test_what_is_too_large_is_refused_before_it_is_copied(
     place: tuple[SSHTransport, Contract, Path, Path], monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     transport, contract, repository, workspace = place
-    monkeypatch.setattr(trees, "MAX_TREE_BYTES", 1 << 20)
+    monkeypatch.setattr("asp.archive.MAX_TREE_BYTES", 1 << 20)
     with (repository / "sparse").open("wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(TreeError, match="more than 1 MiB"):
@@ -176,7 +176,7 @@ async def test_hard_links_are_one_content(
     (repository / "file").write_text("x")
     await trees.push(transport, contract, repository)
     await transport.exec("head -c 900000 /dev/zero > big; for i in $(seq 300); do ln big l$i; done; ln file same")
-    monkeypatch.setattr(trees, "MAX_TREE_BYTES", 1 << 20)
+    monkeypatch.setattr("asp.archive.MAX_TREE_BYTES", 1 << 20)
     found = await trees.diff(transport, contract)
     assert len(found.new) == 303
     assert len({id(entry.content) for entry in found.new.values() if len(entry.content) > 1}) == 1
