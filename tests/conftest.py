@@ -40,6 +40,13 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return home
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Note what failed, in the file that ASP_FAILED names, so that .ci/run can run it again by itself."""
+    if report.failed and "ASP_FAILED" in os.environ:
+        with open(os.environ["ASP_FAILED"], "a", encoding="utf-8") as noted:
+            noted.write(f"{report.nodeid}\n")
+
+
 def _descriptors() -> set[str]:
     found = set()
     for name in os.listdir("/proc/self/fd"):
@@ -58,9 +65,15 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     threads, descriptors = set(threading.enumerate()), _descriptors()
     yield
-    new_threads = [t for t in set(threading.enumerate()) - threads if t.is_alive() and not t.daemon and "asyncio" not in t.name]
-    assert not new_threads, f"leaked threads: {new_threads}"
-    for _ in range(200):  # a server in a thread of its own (llmock) may still be closing its last connection
+    before = set(threads)
+    for _ in range(3000):  # a thread that is closing, or a server in a thread of its own (llmock), may still be at it
+        new_threads = [t for t in threading.enumerate() if t not in before and not t.daemon and "asyncio" not in t.name]
+        if not new_threads:
+            break
+        threading.Event().wait(0.01)
+    else:
+        pytest.fail(f"leaked threads: {new_threads}")
+    for _ in range(1000):
         leaked = {entry for entry in _descriptors() - descriptors if "pipe:" in entry or "socket:" in entry or "pidfd" in entry}
         if not leaked:
             break
