@@ -30,7 +30,7 @@ from asp_agent.messages import (
     Usage,
     UserTurn,
 )  # fmt: skip
-from asp_agent.redact import Redactor
+from asp_agent.redact import Redactor, StreamRedactor
 from asp_agent.run import RunFolder, identify
 from asp_agent.tools.arguments import ArgumentsInvalid, parse
 from asp_agent.tools.tool import NOT_RUN, Interrupted, Produced, Tool, perform
@@ -120,7 +120,7 @@ class Agent:
         """Ask the model once and return its whole turn. What streamed of a turn that never ended is only logged."""
         request = Request(self.system, self.history.for_request(), [tool.schema for tool in self.tools])
         pieces: list[str] = []
-        characters = 0
+        shown = StreamRedactor(self.redact)
         turn: AssistantTurn | None = None
         try:
             # aclosing: a stream that is left early would hold its connection until it is collected.
@@ -130,16 +130,15 @@ class Agent:
                         match event:
                             case TextDelta(text):
                                 pieces.append(text)
-                                characters += len(text)
-                                self.display.streaming(characters)
+                                self.display.text(shown(text))
                             case Retrying(reason, wait_s, attempt):
-                                pieces, characters = [], 0
+                                pieces, shown = [], StreamRedactor(self.redact)
                                 self.run_folder.event("retrying", reason=reason, wait_s=wait_s, attempt=attempt)
                                 self.display.retrying(self.redact(reason), wait_s, attempt)
                             case TurnDone(whole):
                                 turn = whole
         finally:
-            self.display.streaming(0)
+            self.display.text(shown.rest())
             text = turn.text if turn is not None else "".join(pieces)
             if text:
                 self.run_folder.event("message_delta", text=text)

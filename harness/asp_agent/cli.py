@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, TextIO
 
 from asp import stdio
 from asp.errors import AspError, ContractUntrusted, UsageError
-from asp_agent.display import Display, Header, JsonDisplay, Outcome, TextDisplay, reason_of
+from asp_agent.display import Display, Header, JsonDisplay, Outcome, reason_of
 from asp_agent.errors import OutputClosed
 from asp_agent.limits import DEFAULT_MAX_TURNS, Cause, Limits, Stopped, Watch
 from asp_agent.redact import Redactor
+from asp_agent.text_display import TextDisplay
 
 if TYPE_CHECKING:
     from asp.trust import TrustedContract

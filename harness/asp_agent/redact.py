@@ -26,6 +26,7 @@ class Redactor:
     def __init__(self, values: Iterable[str] = ()) -> None:
         """Keep the values that are long enough, in every form; a longer one wins over what it contains."""
         forms = sorted({form for value in values for form in _forms(value)}, key=lambda form: (-len(form), form))
+        self.forms = tuple(forms)
         self._pattern = re.compile("|".join(map(re.escape, forms))) if forms else None
 
     def __call__(self, text: str) -> str:
@@ -33,6 +34,13 @@ class Redactor:
         if self._pattern is None:
             return text
         return self._pattern.sub(lambda match: MARK + "\n" * match.group().count("\n"), text)
+
+    def outside(self, text: str, place: int) -> int:
+        """Return ``place``, or where a value begins that ``place`` would cut in two."""
+        for match in self._pattern.finditer(text) if self._pattern is not None else ():
+            if match.start() < place < match.end():
+                return match.start()
+        return place
 
     def tree(self, value: T) -> T:
         """Return a JSON value with every string in it redacted, keys too."""
@@ -43,6 +51,38 @@ class Redactor:
         if isinstance(value, list | tuple):
             return [self.tree(item) for item in value]  # type: ignore[return-value]
         return value
+
+
+class StreamRedactor:
+    """Redacts text that comes in pieces: what may be the beginning of a value is held back until it is known."""
+
+    def __init__(self, redact: Redactor) -> None:
+        """One for each text."""
+        self._redact = redact
+        self._held = ""
+
+    def __call__(self, piece: str) -> str:
+        """Return what can be shown now, redacted; it may be nothing."""
+        text = self._held + piece
+        known = len(text) - max((_overlap(text, form) for form in self._redact.forms), default=0)
+        known = self._redact.outside(text, known)
+        self._held = text[known:]
+        return self._redact(text[:known])
+
+    def rest(self) -> str:
+        """Return what was held back, when the text is over."""
+        held, self._held = self._held, ""
+        return self._redact(held)
+
+
+def _overlap(text: str, form: str) -> int:
+    """Return how many characters at the end of ``text`` are a beginning of ``form``, and not the whole of it."""
+    place = max(0, len(text) - len(form) + 1)
+    while (place := text.find(form[0], place)) >= 0:
+        if form.startswith(text[place:]):
+            return len(text) - place
+        place += 1
+    return 0
 
 
 def _forms(value: str) -> Iterator[str]:

@@ -129,7 +129,7 @@ async def test_json(contract: Path, sandbox: InProcessSandbox) -> None:
     assert {key: result[key] for key in ("tool_call_id", "name", "is_error", "content")} == {
         "tool_call_id": "call_1", "name": "bash", "is_error": False, "content": f"{sandbox.workspace}\n",
     }  # fmt: skip
-    assert set(last) == {"type", "exit_code", "reason", "message", "text", "turns", "usage", "run", "duration_s"}
+    assert set(last) == {"type", "exit_code", "reason", "message", "text", "turns", "usage", "cost_usd", "run", "duration_s"}
     assert (last["exit_code"], last["reason"], last["text"], last["turns"]) == (0, "done", "ok \u4e2d", 2)
 
 
