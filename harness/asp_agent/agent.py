@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from asp.errors import AspError, ConnectionLost, TransportError, WorkspaceMissing
 from asp.transport import Transport
 from asp_agent import wording
-from asp_agent.decide import Action, Decide, Verdict, allow_all, refusal
+from asp_agent.decide import Action, Approve, Decide, allow_all, nobody_approves, permission
 from asp_agent.display import Display, Outcome, add_usage, reason_of, summarise
 from asp_agent.errors import ModelUnavailable
 from asp_agent.history import History, with_unique_ids
@@ -55,6 +55,7 @@ class Agent:
     watch: Watch
     limits: Limits = field(default_factory=Limits)
     decide: Decide = allow_all
+    approve: Approve = nobody_approves
     history: History = field(default_factory=History)
 
     def __post_init__(self) -> None:
@@ -188,14 +189,18 @@ class Agent:
             arguments = parse(call.raw_arguments, tool.schema.parameters)
         except ArgumentsInvalid as fault:
             return Produced(f"{fault} Nothing was run.", is_error=True)
-        decision = self.decide(Action(call.name, call.id, arguments))
-        self.run_folder.event("security_decision", tool_call_id=call.id, verdict=decision.verdict.value, reason=decision.reason)
-        if decision.verdict is Verdict.WARN:
-            self.display.note(self.redact(f"warning: {decision.reason}"))
-        if decision.verdict is Verdict.REQUIRE_APPROVAL:
-            self.run_folder.event("approval_requested", tool_call_id=call.id, reason=decision.reason)
-        if not decision.runs:
-            return Produced(refusal(decision), is_error=True)
+        action = Action(call.name, call.id, arguments)
+        try:
+            with self.watch.stoppable():
+                refused = await permission(action, self.decide, self.approve, self.run_folder.event, self._warn)
+        except Stopped as stopped:
+            self._end = self._stopped(stopped.cause)
+            return Produced(wording.NOT_REACHED[stopped.cause], is_error=True)
+        except AspError as error:
+            self._end = await self._after_failure(error)
+            return Produced(NOT_RUN, is_error=True)
+        if refused:
+            return Produced(refused, is_error=True)
         self.run_folder.event("tool_started", **identify(call))
         try:
             with self.watch.stoppable():
@@ -207,6 +212,9 @@ class Agent:
         if produced.failure is not None:
             self._end = await self._after_failure(produced.failure)
         return produced
+
+    def _warn(self, text: str) -> None:
+        self.display.note(self.redact(text))
 
     async def _after_failure(self, failure: AspError) -> Outcome | None:
         """Say whether the run ends. After a lost connection a fresh, harmless command finds out."""

@@ -272,7 +272,7 @@ async def test_decisions(tmp_path: Path) -> None:
     verdicts = iter([Verdict.BLOCK, Verdict.REQUIRE_APPROVAL, Verdict.WARN])
     asked: list[Action] = []
 
-    def decide(action: Action) -> Decision:
+    async def decide(action: Action) -> Decision:
         asked.append(action)
         return Decision(next(verdicts), "since I say so")
 
