@@ -13,7 +13,7 @@ from asp.errors import AspError, ConnectionLost, TransportError, WorkspaceMissin
 from asp.transport import Transport
 from asp_agent import wording
 from asp_agent.decide import Action, Approve, Decide, allow_all, nobody_approves, permission
-from asp_agent.display import Display, Outcome, add_usage, reason_of, summarise
+from asp_agent.display import Display, Outcome, reason_of, summarise
 from asp_agent.errors import ModelUnavailable
 from asp_agent.history import History, with_unique_ids
 from asp_agent.limits import Cause, Limits, Stopped, Watch
@@ -30,6 +30,7 @@ from asp_agent.messages import (
     Usage,
     UserTurn,
 )  # fmt: skip
+from asp_agent.meter import add_usage
 from asp_agent.redact import Redactor, StreamRedactor
 from asp_agent.run import RunFolder, identify
 from asp_agent.tools.arguments import ArgumentsInvalid, parse

@@ -167,17 +167,3 @@ def summarise(raw_arguments: str, argument: str) -> str:
     if not isinstance(arguments, dict):
         return ""
     return " ".join(str(cast("dict[str, Any]", arguments).get(argument, "")).split())
-
-
-def add_usage(total: Usage, more: Usage) -> Usage:
-    """Add tokens; what one side does not know counts as nothing, and stays unknown only if neither knows it."""
-
-    def add(one: int | None, two: int | None) -> int | None:
-        return None if one is None and two is None else (one or 0) + (two or 0)
-
-    return Usage(
-        add(total.input_tokens, more.input_tokens),
-        add(total.cache_read_tokens, more.cache_read_tokens),
-        add(total.cache_write_tokens, more.cache_write_tokens),
-        add(total.output_tokens, more.output_tokens),
-    )

@@ -8,7 +8,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from asp_agent.display import Header, JsonDisplay, Outcome, add_usage, reason_of, summarise
+from asp_agent.display import Header, JsonDisplay, Outcome, reason_of, summarise
 from asp_agent.errors import ModelUnavailable
 from asp_agent.messages import ToolResult, Usage
 from asp_agent.run import RunFolderFailed
@@ -193,7 +193,6 @@ def test_small_parts() -> None:
     assert [summarise(text, "command") for text in ("{", "[]", "{}", "[" * 10**5)] == [""] * 4
     assert reason_of(ModelUnavailable("x")) == "model_unavailable"
     assert reason_of(RunFolderFailed("x")) == "run_folder_failed"
-    assert add_usage(Usage(1, None, 2, None), Usage(3, None, None, 4)) == Usage(4, None, 2, 4)
 
 
 SCHEMA = json.loads((Path(__file__).parents[2] / "schema/asp-agent-events.schema.json").read_text())
