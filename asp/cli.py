@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from asp import stdio, trust, verbs
+from asp import shell, stdio, trust, verbs
 from asp.contract import Contract, find, load, local_user, shown_path
 from asp.errors import AspError, ContractInvalid, ContractUnsafe, ContractUntrusted, IdentityError, UsageError
 from asp.identity import load_identity
@@ -55,6 +55,7 @@ def build_parser() -> argparse.ArgumentParser:
     trust_command.add_argument("path", nargs="?", metavar="PATH", help="the contract, or a folder to look in and above")
     trust_command.set_defaults(run=cmd_trust)
     verbs.add_to(commands)
+    shell.add_to(commands)
     return parser
 
 

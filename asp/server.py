@@ -1,4 +1,6 @@
-"""An SSH server for one sandbox: exec and SFTP, nothing else. For ``asp.testing`` and for the local sandbox.
+"""An SSH server for one sandbox: exec (on a terminal if one is asked for) and SFTP, nothing else.
+
+For ``asp.testing`` and for the local sandbox.
 
 It imports asyncssh and the standard library only, so that this one file can be copied into a sandbox and run there:
 ``python3 -I -S -B server.py`` reads one JSON line (:class:`ServerSettings`) on stdin and serves an inherited AF_UNIX
@@ -19,6 +21,7 @@ session has pumps of its own (facts/exec-wrapper.md 9):
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import signal
@@ -26,6 +29,7 @@ import socket
 import stat
 import subprocess
 import sys
+import termios
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -70,26 +74,33 @@ class ServerSettings:
     login: str = "key"
 
 
-class Command:
-    """One running command: a process in a session of its own, its three pipes, and the channel they are joined to."""
+@dataclass(frozen=True)
+class Terminal:
+    """The terminal that a client asks for: the value of TERM, columns and lines (RFC 4254 6.2)."""
 
-    def __init__(self, channel: "asyncssh.SSHServerChannel[bytes]", line: str, settings: ServerSettings) -> None:
+    kind: str
+    columns: int
+    lines: int
+
+
+class Command:
+    """One running command: a process in a session of its own, its three pipes, and the channel they are joined to.
+
+    With a terminal all three are one pseudo-terminal, and the client's going away hangs up on it.
+    """
+
+    def __init__(
+        self, channel: "asyncssh.SSHServerChannel[bytes]", line: str, settings: ServerSettings, terminal: Terminal | None = None
+    ) -> None:
         """Start the login shell with ``-c line``. Raises OSError if it cannot be started."""
         self._channel = channel
         self._loop = asyncio.get_running_loop()
-        self._process = subprocess.Popen(
-            [settings.shell, "-c", line],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
-            env=dict(settings.env), cwd=settings.home, start_new_session=True,
-        )  # fmt: skip
+        self._on_terminal = terminal is not None
+        start = self._start_with_pipes if terminal is None else self._start_on_terminal
+        self._stdin: Any
+        self._outputs: dict[int, tuple[Any, int | None]]
+        start([settings.shell, "-c", line], settings, terminal)
         self.pid = self._process.pid
-        if self._process.stdin is None or self._process.stdout is None or self._process.stderr is None:
-            raise OSError(0, "no pipes")
-        self._stdin = self._process.stdin
-        self._outputs: dict[int, tuple[Any, int | None]] = {
-            self._process.stdout.fileno(): (self._process.stdout, None),
-            self._process.stderr.fileno(): (self._process.stderr, asyncssh.EXTENDED_DATA_STDERR),
-        }
         self._to_stdin: deque[memoryview] = deque()
         self._stdin_ended = False
         self._listening = True  # somebody still wants the output
@@ -104,6 +115,44 @@ class Command:
         self._loop.add_reader(self._pidfd, self._exited)
         self.finished = self._loop.create_future()
 
+    def _start_with_pipes(self, argv: list[str], settings: ServerSettings, _terminal: Terminal | None) -> None:
+        self._process = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
+            env=dict(settings.env), cwd=settings.home, start_new_session=True,
+        )  # fmt: skip
+        if self._process.stdin is None or self._process.stdout is None or self._process.stderr is None:
+            raise OSError(0, "no pipes")
+        self._stdin = self._process.stdin
+        self._outputs = {
+            self._process.stdout.fileno(): (self._process.stdout, None),
+            self._process.stderr.fileno(): (self._process.stderr, asyncssh.EXTENDED_DATA_STDERR),
+        }
+
+    def _start_on_terminal(self, argv: list[str], settings: ServerSettings, terminal: Terminal | None) -> None:
+        if terminal is None:
+            raise OSError(0, "no terminal")
+        ours, theirs = os.openpty()
+        try:
+            termios.tcsetwinsize(theirs, (terminal.lines, terminal.columns))
+            self._process = subprocess.Popen(
+                argv, stdin=theirs, stdout=theirs, stderr=theirs,
+                env={**settings.env, "TERM": terminal.kind}, cwd=settings.home, start_new_session=True,
+                preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # noqa: PLW1509 - this process has no other thread
+            )  # fmt: skip
+        except BaseException:
+            os.close(ours)
+            raise
+        finally:
+            os.close(theirs)
+        self._stdin = os.fdopen(os.dup(ours), "wb", 0)
+        self._outputs = {ours: (os.fdopen(ours, "rb", 0), None)}
+
+    def resize(self, columns: int, lines: int) -> None:
+        """Tell a command on a terminal that its window has another size."""
+        if self._on_terminal and not self._stdin.closed:
+            with contextlib.suppress(OSError):
+                termios.tcsetwinsize(self._stdin.fileno(), (lines, columns))
+
     # -- output ----------------------------------------------------------------------------------------------------
 
     def _read(self, descriptor: int) -> bool:
@@ -113,6 +162,8 @@ class Command:
             data = os.read(descriptor, READ_SIZE)
         except BlockingIOError:
             return False
+        except OSError:  # EIO: nobody has the other side of the terminal open any more
+            data = b""
         if not data:
             self._loop.remove_reader(descriptor)
             del self._outputs[descriptor]
@@ -240,6 +291,8 @@ class Command:
         self._to_stdin.clear()
         if self._writing_paused:
             self.resume_writing()
+        if self._on_terminal:
+            self.signal("HUP")
         self.end_stdin()
 
     def kill(self) -> None:
@@ -263,6 +316,19 @@ class Session(SSHServerStreamSession[bytes]):
         self._server = server
         self._command: Command | None = None
         self._line: str | None = None
+        self._terminal: Terminal | None = None
+
+    def pty_requested(self, term_type: str, term_size: tuple[int, int, int, int], term_modes: Mapping[int, int]) -> bool:
+        """Remember the terminal; the modes are those of a new one."""
+        del term_modes
+        self._terminal = Terminal(term_type, term_size[0], term_size[1])
+        return self._server.allow_exec
+
+    def terminal_size_changed(self, width: int, height: int, pixwidth: int, pixheight: int) -> None:
+        """Pass it on."""
+        del pixwidth, pixheight
+        if self._command is not None:
+            self._command.resize(width, height)
 
     def shell_requested(self) -> bool:
         """No interactive shells here."""
@@ -280,7 +346,7 @@ class Session(SSHServerStreamSession[bytes]):
             return
         channel = self._chan
         try:
-            self._command = self._server.start_command(channel, self._line)  # type: ignore[arg-type]
+            self._command = self._server.start_command(channel, self._line, self._terminal)  # type: ignore[arg-type]
         except OSError as error:
             channel.write_stderr(f"cannot start the login shell: {error.strerror}\n".encode())  # type: ignore[union-attr]
             channel.exit(127)  # type: ignore[union-attr]
@@ -383,14 +449,16 @@ class SandboxServer:
         self._acceptor = await asyncssh.listen(
             sock=sock, server_factory=Login,
             server_host_keys=[asyncssh.import_private_key(self.settings.host_key)],
-            encoding=None, allow_pty=False, agent_forwarding=False, line_editor=False, compression_algs=None,
+            encoding=None, allow_pty=True, agent_forwarding=False, line_editor=False, compression_algs=None,
             password_auth=False, kbdint_auth=False, host_based_auth=False, gss_host=None,
             login_timeout=20, keepalive_interval=15, keepalive_count_max=3, config=[],
         )  # fmt: skip
 
-    def start_command(self, channel: "asyncssh.SSHServerChannel[bytes]", line: str) -> Command:
+    def start_command(
+        self, channel: "asyncssh.SSHServerChannel[bytes]", line: str, terminal: Terminal | None = None
+    ) -> Command:
         """Start a command and keep it in the list until it has ended and nobody holds its output."""
-        command = Command(channel, line, self.settings)
+        command = Command(channel, line, self.settings, terminal)
         self.commands.add(command)
         command.finished.add_done_callback(lambda _future: self.commands.discard(command))
         return command
