@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from asp import stdio
 from asp.errors import AspError, ContractUntrusted, UsageError
+from asp_agent import mcp_command
 from asp_agent.display import Display, Header, JsonDisplay, Outcome, reason_of
 from asp_agent.errors import OutputClosed
 from asp_agent.limits import DEFAULT_MAX_TURNS, Cause, Limits, Stopped, Watch
@@ -39,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     stdio.ready()
     try:
         options = _parser().parse_args(argv)
+        if "command" in options:
+            return int(options.command(options))
         display: Display = JsonDisplay(sys.stdout) if options.json else TextDisplay(sys.stdout, sys.stderr)
         status = _Session(options, display).run()
     except SystemExit as ended:  # argparse: --help, or a complaint
@@ -87,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--json", action="store_true", help="JSON lines on stdout; the last one has the type result")
     run.add_argument("--contract", metavar="PATH", help="use this contract instead of the nearest .asp.json; naming it trusts it")
     run.add_argument("--allow-same-host", action="store_true", help="go on although the sandbox is this machine")
+    mcp_command.add_to(commands)
     return parser
 
 
