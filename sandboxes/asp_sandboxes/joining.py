@@ -25,6 +25,11 @@ class End(asyncio.Protocol):
         """Know the transport."""
         # Reading is not paused here: Python 3.11 undoes that, it starts to read right after.
         self._transport = cast("asyncio.Transport", transport)
+        connection = self.connection
+        if connection is not None and connection.family != socket.AF_UNIX:
+            # asyncio does so for sockets that it made itself. Without it each command waits 40 ms or a multiple of that for
+            # an acknowledgement that the client delays (Nagle; measured: exec 0.09 to 0.22 s, with it 0.01 s).
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if self._made is not None:
             self._made()
 

@@ -106,7 +106,7 @@ def machine_paths() -> list[str]:
     }
     candidates |= {os.path.realpath(path) for path in candidates}
     found = {path for path in candidates - {"/root"} if len(path) >= _SHORTEST and not path.startswith(("/usr", "~"))}
-    return sorted(found, key=len, reverse=True)
+    return sorted(found, key=lambda path: (-len(path), path))  # the same each time: the name of the runtime depends on it
 
 
 def is_staged() -> bool:
