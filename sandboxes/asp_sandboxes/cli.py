@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 from asp import stdio
 from asp.errors import AspError, UsageError
 from asp.terminal import printable
+from asp_sandboxes import with_command
 
 if TYPE_CHECKING:
     from asp_sandboxes.provisioning import Gone, Listed, Started
@@ -61,6 +62,12 @@ def _parser() -> argparse.ArgumentParser:
     down.add_argument("name", nargs="?", metavar="NAME")
     down.add_argument("--all", action="store_true", help="all sandboxes of this user")
 
+    once = verbs.add_parser(
+        "with", add_help=False, help="a sandbox for one command: up, push, COMMAND, show what changed, pull, down",
+        usage=with_command.USAGE,
+    )  # fmt: skip
+    once.add_argument("words", nargs=argparse.REMAINDER)
+
     listing = verbs.add_parser("list", help="show the sandboxes of this user")
     listing.add_argument("--json", action="store_true", help="one JSON array, for programs")
     return parser
@@ -80,6 +87,11 @@ def _run(options: argparse.Namespace) -> int:
     match options.verb:
         case "up":
             _say(_is_up(provisioning.up(options.provider, options.repo, options.name, _tell)))
+        case "with":
+            if options.words[:1] in (["-h"], ["--help"]):
+                _say(f"usage: {with_command.USAGE}")
+                return 0
+            return with_command.With(with_command.parse(options.words)).run()
         case "down":
             if bool(options.name) == options.all:
                 msg = "say which sandbox, or --all"
