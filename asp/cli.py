@@ -17,6 +17,7 @@ from asp import shell, stdio, trust, verbs
 from asp.contract import Contract, find, load, local_user, shown_path
 from asp.errors import AspError, ContractInvalid, ContractUnsafe, ContractUntrusted, IdentityError, UsageError
 from asp.identity import load_identity
+from asp.probe import command as probe_command
 from asp.terminal import printable
 
 EXIT_FAILED = 1
@@ -56,6 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     trust_command.set_defaults(run=cmd_trust)
     verbs.add_to(commands)
     shell.add_to(commands)
+    probe_command.add_to(commands)
     return parser
 
 
