@@ -27,7 +27,6 @@ def add_to(commands: "argparse._SubParsersAction[Parser]") -> None:  # pyright: 
     )  # fmt: skip
     serve.add_argument("--contract", metavar="PATH", help="use this contract, not the nearest .asp.json; naming it trusts it")
     serve.add_argument("--allow-same-host", action="store_true", help="go on although the sandbox is this machine")
-    serve.set_defaults(command=run)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -37,13 +37,22 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class Image:
+    """A picture as a model takes it: ``media_type`` such as ``image/png``, and the file's bytes."""
+
+    media_type: str
+    data: bytes = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The exact text that the model is given for one call."""
+    """The exact text that the model is given for one call, and the pictures that go with it."""
 
     tool_call_id: str
     name: str
     content: str
     is_error: bool = False
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,3 +79,20 @@ def known_price(model: str, base_url: str | None) -> Price | None:
     except LookupError:
         return None
     return price
+
+
+def context_window(model: str, base_url: str | None) -> int | None:
+    """Return how many tokens the model's conversation may hold, None if that is not known."""
+    provider, _, name = model.partition("/")
+    if provider not in {"anthropic", "openai", "openai-chat"}:
+        return None
+    from genai_prices import Usage as Counted  # noqa: PLC0415 - as above
+    from genai_prices import calc_price  # noqa: PLC0415 - as above
+
+    counted = Counted(input_tokens=1, output_tokens=1)
+    try:
+        if base_url is not None:
+            return calc_price(counted, name, provider_api_url=base_url).model.context_window
+        return calc_price(counted, name, provider_id=provider.removesuffix("-chat")).model.context_window
+    except LookupError:
+        return None

@@ -6,9 +6,13 @@ the first. A line that is changed, taken out or put in breaks the chain; a cut t
 may write the file can build a new chain: this finds accidents and edits, it is no signature.
 
 Event types: message_delta, tool_call, tool_result, security_decision, artifact_created, approval_requested, usage,
-final (the timeline of AgentOS), and ours: start, turn, tool_started, turn_dropped, retrying. All text is redacted.
+final (the timeline of AgentOS), and ours: start, turn, tool_started, turn_dropped, retrying, approval_answered, shortened.
+All text is redacted. What decides how a killed run goes on (a call's start, its result, a turn) is on the disk before
+anything follows from it. The process that writes holds a lock on the file for as long as it lives.
 """
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -30,6 +34,7 @@ MAX_STRING_CHARACTERS = 1 << 20
 """The longest text in one event: 1 MiB. A longer one is cut and the event says ``"cut": true`` (P16)."""
 
 _FIRST = "0" * 64
+_DURABLE = frozenset({"turn", "tool_result", "tool_started", "shortened"})
 T = TypeVar("T")
 
 
@@ -45,17 +50,19 @@ class RunFolder:
         self.run_id, self.path = run_id, path
         self._descriptor, self._redact = descriptor, redact
         self._seq, self._previous = 0, _FIRST
+        self._recorded: set[str] = set()  # results of the turn that is answered now
 
     @classmethod
     def create(cls, frozen: Mapping[str, Any], redact: Redactor) -> "RunFolder":
         """Make a new folder below the user's state directory and write ``run.json``. Raises UsageError if it cannot."""
-        run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(4)}"
+        run_id = f"{datetime.now(UTC):%Y%m%d-%H%M%S-%f}-{secrets.token_hex(3)}"  # names sort by time
         path = state_dir("runs", run_id)
         record = {"format": FORMAT, "run": run_id, "started": _now(), **frozen}
         try:
             write_private(path / "run.json", json.dumps(redact.tree(record), indent=1).encode() + b"\n")
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
             descriptor = os.open(path / "events.jsonl", flags, 0o600)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             msg = f"{path}: cannot write the run folder ({error.strerror})"
             raise UsageError(msg) from error
@@ -78,15 +85,35 @@ class RunFolder:
             raise RunFolderFailed(msg)
         self._seq += 1
         self._previous = hashlib.sha256(line).hexdigest()
+        if kind in _DURABLE:
+            with contextlib.suppress(OSError):  # a file system that cannot; what is written survives our own death all the same
+                os.fdatasync(self._descriptor)
+
+    def result(self, result: ToolResult) -> None:
+        """Append the result of one call, as soon as it is there. A picture is recorded by its digest only."""
+        images = [
+            {"media_type": image.media_type, "bytes": len(image.data), "sha256": hashlib.sha256(image.data).hexdigest()}
+            for image in result.images
+        ]
+        fields = {"tool_call_id": result.tool_call_id, "name": result.name, "content": result.content, "images": images}
+        self.event("tool_result", **fields, is_error=result.is_error)
+        self._recorded.add(result.tool_call_id)
 
     def turn(self, turn: Turn) -> None:
         """Append a turn of the history, so that :func:`load_history` can build it again."""
         if isinstance(turn, UserTurn):
             for result in turn.results:
-                self.event("tool_result", **asdict(result))
+                if result.tool_call_id not in self._recorded:
+                    self.result(result)
+            self._recorded.clear()
             self.event("turn", role="user", text=turn.text, results=[result.tool_call_id for result in turn.results])
         else:
             self.event("turn", role="assistant", **{**asdict(turn), "stop": turn.stop.value})
+
+    def shortened(self, summary: Turn, kept: int) -> None:
+        """Append that the history is now ``summary`` and the last ``kept`` turns."""
+        if isinstance(summary, UserTurn):
+            self.event("shortened", text=summary.text, kept=kept)
 
     def final(self, **fields: object) -> None:
         """Append the last event and make everything durable. Raises RunFolderFailed."""
@@ -124,19 +151,59 @@ def verify(path: Path) -> Chain:
     return Chain(count, previous, complete=kind == "final")
 
 
+@dataclass
+class Loaded:
+    """What a record says of a conversation: its turns, and of the last turn's calls which have begun and which have results."""
+
+    history: History
+    started: set[str]
+    results: dict[str, ToolResult]
+
+
 def load_history(path: Path) -> History:
     """Build the history of a run again from its events. Raises RunFolderFailed; HistoryBroken if it was never valid."""
-    history = History()
-    results: dict[str, ToolResult] = {}
-    for number, line in enumerate(_lines(path), 1):
+    return load(path).history
+
+
+def load(path: Path, *, cut_tail: bool = False) -> Loaded:
+    """Build what a run knew from its events. ``cut_tail``: leave out a last line that was not written whole (a killed run).
+
+    Raises RunFolderFailed, and HistoryBroken if the history was never valid.
+    """
+    loaded = Loaded(History(), set(), {})
+    lines = _lines(path)
+    if cut_tail and lines and not lines[-1].endswith(b"\n"):
+        lines.pop()
+    for number, line in enumerate(lines, 1):
         event = _event(path, number, line)
-        if event.get("type") == "tool_result":
-            results[event["tool_call_id"]] = ToolResult(event["tool_call_id"], event["name"], event["content"], event["is_error"])
-        elif event.get("type") == "turn" and event["role"] == "user":
-            history.append(UserTurn(event["text"], tuple(results.pop(call_id) for call_id in event["results"])))
-        elif event.get("type") == "turn":
-            history.append(_assistant(event))
-    return history
+        try:
+            _apply(loaded, event)
+        except (KeyError, TypeError, ValueError) as error:
+            msg = f"{path}: line {number} of events.jsonl is not as this version writes it"
+            raise RunFolderFailed(msg) from error
+    return loaded
+
+
+def _apply(loaded: Loaded, event: Mapping[str, Any]) -> None:
+    match event.get("type"), event.get("role"):
+        case "tool_started", _:
+            loaded.started.add(event["tool_call_id"])
+        case "tool_result", _:
+            call_id = event["tool_call_id"]
+            loaded.results[call_id] = ToolResult(call_id, event["name"], event["content"], event["is_error"])
+        case "turn", "user":
+            loaded.history.append(UserTurn(event["text"], tuple(loaded.results.pop(call_id) for call_id in event["results"])))
+            loaded.started.clear()
+        case "turn", _:
+            loaded.history.append(_assistant(event))
+            loaded.started.clear()
+            loaded.results.clear()
+        case "shortened", _:
+            turns = loaded.history.turns
+            kept = turns[len(turns) - event["kept"] :] if event["kept"] else ()
+            loaded.history = History([UserTurn(event["text"]), *kept])
+        case _:
+            pass
 
 
 def _assistant(event: Mapping[str, Any]) -> AssistantTurn:

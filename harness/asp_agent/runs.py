@@ -59,6 +59,18 @@ def find(name: str) -> Path:
     raise UsageError(msg)
 
 
+def read_run(folder: Path) -> dict[str, Any]:
+    """Return what ``run.json`` says. Raises RunFolderFailed."""
+    try:
+        return _object((folder / "run.json").read_bytes())
+    except OSError as error:
+        msg = f"{folder}: cannot read run.json ({error.strerror})"
+        raise RunFolderFailed(msg) from error
+    except ValueError as error:
+        msg = f"{folder}: run.json is not the record of a run"
+        raise RunFolderFailed(msg) from error
+
+
 def is_running(folder: Path) -> bool:
     """Whether a process still writes the record: it holds a lock on it for as long as it lives."""
     try:
@@ -139,14 +151,11 @@ def _last(folder: Path) -> dict[str, Any]:
 
 
 def _header(folder: Path) -> Iterator[str]:
+    run = read_run(folder)
     try:
-        run = _object((folder / "run.json").read_bytes())
         model, contract = run["model"]["name"], run["contract"]
         yield printable(f"{folder.name}: {model} in {contract['workspace']} ({contract['path']})", newlines=False)
-    except OSError as error:
-        msg = f"{folder}: cannot read run.json ({error.strerror})"
-        raise RunFolderFailed(msg) from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (KeyError, TypeError) as error:
         msg = f"{folder}: run.json is not the record of a run"
         raise RunFolderFailed(msg) from error
 

@@ -14,8 +14,14 @@ NOT_REACHED = {
     Cause.INTERRUPTED: "Interrupted by the user before this ran.",
     Cause.TIME: "This was not run: the time for the task is over.",
 }
+KILLED = "The run ended while this ran; its outcome is unknown and it may have taken effect."
+NOT_REACHED_KILLED = "This was not run: the run ended before."
+GO_ON = "Go on with the task where you were."
 BROKEN = "This ended by an internal error; its outcome is unknown and it may have taken effect."
 NOT_REACHED_BROKEN = "This was not run, because of an internal error."
+
+STOPPED = {Cause.INTERRUPTED: (130, "interrupted"), Cause.TIME: (3, "timeout")}
+"""The exit code of a run that was stopped from outside (L7), and the word for programs."""
 
 _STOPS = {
     Stop.LENGTH: "the answer was cut off at the output limit, so the arguments may be incomplete",

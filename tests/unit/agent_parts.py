@@ -15,6 +15,7 @@ from asp_agent.display import Display, JsonDisplay, Outcome
 from asp_agent.history import History
 from asp_agent.limits import Limits, Watch
 from asp_agent.messages import AssistantTurn, Model, ModelEvent, Request, TextDelta, ToolResult, TurnDone, UserTurn
+from asp_agent.meter import Meter
 from asp_agent.models import open_model
 from asp_agent.redact import Redactor
 from asp_agent.run import RunFolder, load_history, verify
@@ -102,6 +103,8 @@ async def play(
     redact: Redactor | None = None,
     display: Display | None = None,
     arrange: Callable[[Agent], None] | None = None,
+    meter: Meter | None = None,
+    window: int | None = None,
 ) -> Played:
     """Run the real loop to its end; the record must then verify, and give the same history."""
     recorded_whole = redact is None
@@ -110,7 +113,7 @@ async def play(
     output = io.StringIO()
     agent = Agent(
         model, transport, DEFAULT_TOOLS, "system", folder, display or JsonDisplay(output), redact,
-        Watch(lambda: None), limits or Limits(), decide,
+        Watch(lambda: None), limits or Limits(), decide, meter=meter or Meter(), window=window,
     )  # fmt: skip
     if arrange is not None:
         arrange(agent)

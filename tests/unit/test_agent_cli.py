@@ -100,7 +100,7 @@ async def test_done(contract: Path, sandbox: InProcessSandbox, own_home: Path) -
     assert frozen["task"] == "do it"
     assert len(frozen["contract"]["digest"]) == 64
     assert [tool["name"] for tool in frozen["tools"]] == ["read", "write", "edit", "bash"]
-    assert frozen["limits"] == {"max_turns": 100, "timeout_s": None}
+    assert frozen["limits"] == {"max_turns": 100, "timeout_s": None, "max_budget_usd": None, "max_tokens_total": None}
     start = json.loads((folder / "events.jsonl").read_text().splitlines()[0])
     assert f"Working directory: {sandbox.workspace}" in start["system"]
 

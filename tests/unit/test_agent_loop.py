@@ -226,11 +226,11 @@ async def test_e6_an_interrupted_command_keeps_its_output(tmp_path: Path, sandbo
 
 async def test_giving_up_pays_what_is_owed_at_once(tmp_path: Path) -> None:
     """The second Ctrl-C while the kill is still waited for: ``abandon`` is synchronous and leaves a valid history."""
-    given_up: list[tuple[str, tuple[int, str], bool]] = []
+    given_up: list[tuple[list[str], tuple[int, str], bool]] = []
     agents: list[Agent] = []
 
     def give_up() -> None:
-        running = agents[0].running
+        running = agents[0].calls.running
         outcome = agents[0].abandon()
         given_up.append((running, (outcome.exit_code, outcome.reason), bool(agents[0].history.pending)))
         raise SystemExit  # what os._exit is in the command
@@ -251,7 +251,7 @@ async def test_giving_up_pays_what_is_owed_at_once(tmp_path: Path) -> None:
         tmp_path, calls(call("bash", command="exec sleep 60"), call("bash", command="touch ran")),
         transport=Told(tmp_path / "work"), arrange=agents.append,
     )  # fmt: skip
-    assert given_up == [("bash exec sleep 60", (130, "interrupted"), False)]
+    assert given_up == [(["bash exec sleep 60"], (130, "interrupted"), False)]
     last = agents[0].history.turns[-1]
     assert isinstance(last, UserTurn)
     assert [result.content for result in last.results][1] == "Interrupted by the user before this ran."

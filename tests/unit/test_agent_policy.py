@@ -166,7 +166,7 @@ async def test_in_a_run_what_is_refused_is_not_run_and_is_recorded(tmp_path: Pat
         return "yes" in action.arguments["command"]
 
     def arrange(agent: Any) -> None:
-        agent.approve = approve
+        agent.calls.approve = approve
 
     three = (call("bash", command="touch a; : yes"), call("bash", command="touch b; : no"), call("bash", command="touch c"))
     played = await play_script(tmp_path, calls(*three), {"text": "ok"}, decide=judge, arrange=arrange)

@@ -99,4 +99,4 @@ def _gap(text: str) -> str:
     return "\n" if text.endswith("\n") else "\n\n"
 
 
-READ = Tool(SCHEMA, summary="path", run=read)
+READ = Tool(SCHEMA, summary="path", run=read, reads_only=True)

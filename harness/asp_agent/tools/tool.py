@@ -15,7 +15,7 @@ from asp.errors import (
     WorkspaceMissing,
 )
 from asp.transport import Transport
-from asp_agent.messages import ToolSchema
+from asp_agent.messages import Image, ToolSchema
 
 Redact: TypeAlias = Callable[[str], str]
 """Takes out the values that the harness must not give away. Tools apply it before they cut: no value is cut in two."""
@@ -34,6 +34,7 @@ class Produced:
     content: str
     is_error: bool = False
     failure: AspError | None = None
+    images: tuple[Image, ...] = ()
 
 
 class Interrupted(asyncio.CancelledError):
@@ -47,11 +48,15 @@ class Interrupted(asyncio.CancelledError):
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """One tool. ``summary`` names the argument that says most about a call, for people."""
+    """One tool. ``summary`` names the argument that says most about a call, for people.
+
+    ``reads_only``: it changes nothing, so calls of it may run side by side.
+    """
 
     schema: ToolSchema
     summary: str
     run: Callable[[Arguments, Transport, Redact], Awaitable[Produced]]
+    reads_only: bool = False
 
 
 async def perform(tool: Tool, arguments: Arguments, transport: Transport, redact: Redact) -> Produced:
