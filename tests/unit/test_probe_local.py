@@ -138,6 +138,20 @@ async def test_a_tcp_socket_that_is_inherited_is_found() -> None:
         assert [check.verdict for check in report.checks if check.kind == "inherited"] == [Verdict.BLOCKED]
 
 
+async def test_a_tcp_socket_that_only_the_server_holds_is_found() -> None:
+    """Close-on-exec does not help: a child takes a copy from its parent, with the same uid (pidfd_getfd)."""
+    scope = Path("/proc/sys/kernel/yama/ptrace_scope")
+    if not Path("/usr/bin/python3").exists() or (scope.exists() and scope.read_text().strip() != "0"):
+        pytest.skip("no python3 to be the server, or no process may take another's descriptors here")
+    server = "import os, subprocess, sys; os.set_inheritable(int(sys.argv[1]), False); sys.exit(subprocess.call(sys.argv[2:]))"
+    with held_tcp_listener() as held:
+        number = str(held.fileno())
+        leaky = open_bwrap("--unshare-all", "/usr/bin/python3", "-I", "-c", server, number, fds=(held.fileno(),), uid=UID)
+        found = reached(await probe(leaky, found=False))
+        assert any(target.startswith(f"descriptor {number} of process") for target in found), found
+        assert f"inherited descriptor {number}" not in found
+
+
 @pytest.mark.root
 async def test_kernel_uid_0_is_found() -> None:
     """S3: bubblewrap started by root writes /proc/sys, whatever uid it shows inside and without any capability."""
