@@ -18,9 +18,10 @@ _STREAM, _DGRAM, _RAW, _SEQPACKET = 1, 2, 3, 5
 _AT_CWD, _WRITE_ONLY = -100, 1
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _SOL_SOCKET, _SO_DOMAIN, _SO_NETNS_COOKIE = 1, 39, 71
-_UNIX = 1
+_UNIX, _INET = 1, 2
 _INHERITED = range(32)
 MAX_SOCKETS = 500
+HELD = "sockets held inside"
 
 KERNEL_FILES = (
     "/proc/sys/kernel/core_pattern", "/proc/sys/kernel/modprobe", "/proc/sys/vm/drop_caches",
@@ -49,7 +50,7 @@ class Way:
             last = program.call(str(name), *words)
         return program, last
 
-    def check(self, result: int | None, *, killed: bool) -> Check:
+    def check(self, result: int | None, *, killed: bool, gvisor: bool = False) -> Check:
         """Say what the deciding call's result means; ``killed``: the filter ended the process (SIGSYS)."""
         error = "SIGSYS" if killed else None if result is None or result >= 0 else error_name(-result)
         if killed or error in DENIED:
@@ -59,6 +60,10 @@ class Way:
         if error in ABSENT | {"ENODEV", "EBADF"} and self.kind in {"kernel", "vsock"}:
             return Check(
                 self.kind, self.target, Verdict.BLOCKED, Outcome.ABSENT, Evidence.STRONG, f"not there ({error})", error=error,
+            )  # fmt: skip
+        if result is not None and result >= 0 and gvisor and self.kind in {"io_uring", "namespace"}:
+            return Check(
+                self.kind, self.target, Verdict.BLOCKED, Outcome.DENIED, Evidence.WEAK, "allowed, in gVisor's own kernel only",
             )  # fmt: skip
         if result is not None and result >= 0:
             return Check(
@@ -114,7 +119,8 @@ class SocketCheck:
     def __init__(self, machine: Machine, held: Sequence[HeldSocket]) -> None:
         """Take what was listed in /proc; the program looks at what it inherits itself besides."""
         self.program = Program(machine)
-        own = Returned(self.program.call("socket", 2, _STREAM, 0))
+        self._made = self.program.call("socket", _INET, _STREAM, 0)
+        own = Returned(self._made)
         self._own = self._ask(own)
         pid = self.program.call("getpid")
         self._myself = self.program.call("pidfd_open", Returned(pid), 0)
@@ -140,10 +146,10 @@ class SocketCheck:
 
     def control(self, answer: Answer) -> Control:
         """Say whether a copy of a socket could be taken and its namespace told."""
-        if not answer.ok(self._own[2]):
-            return Control("inherited", worked=False, how="the kernel does not tell a socket's network namespace")
+        if answer.integer(self._own[0]) != _INET:
+            return Control("inherited", worked=False, how="the kernel does not tell a socket's family")
         if answer.ok(self._taken):
-            return Control("inherited", worked=True, how="a copy of a socket of its own was taken and its namespace told")
+            return Control("inherited", worked=True, how="a copy of a socket of its own was taken and told from others")
         failed = self._taken if answer.ok(self._myself) else self._myself
         error = error_name(-(answer.result(failed) or 0))
         return Control("inherited", worked=error in DENIED, how=f"no process may take another's sockets here ({error})")
@@ -151,23 +157,23 @@ class SocketCheck:
     def checks(self, answer: Answer, control: Control) -> list[Check]:
         """Return one check for each socket of another namespace, or one for all that were looked at."""
         found: list[Check] = []
-        own = answer.memory(self._own[1])
+        told, own = answer.ok(self._own[2]), answer.memory(self._own[1])
+        mine = {f"inherited descriptor {answer.result(call)}" for call in (self._made, self._myself, self._taken)}
         for target, (domain, cookie, asked) in self._asked:
             family = answer.integer(domain)
-            if family in {-1, _UNIX}:
+            if family in {-1, _UNIX} or target in mine:
                 continue  # gone, no socket, or one that connects by file system and not by network
-            if not control.worked:
-                found.append(
-                    Check("inherited", target, Verdict.NOT_PROVEN, Outcome.NOT_TRIED, Evidence.NONE, control.how, "found")
-                )
+            if not told:
+                why = f"a socket (family {family}), and the kernel does not tell its network namespace"
+                found.append(Check("inherited", target, Verdict.NOT_PROVEN, Outcome.NOT_TRIED, Evidence.NONE, why, "found"))
             elif not answer.ok(asked) or answer.memory(cookie) != own:
                 why = f"a socket of another network namespace (family {family}): connected anew, it leaves the block"
                 found.append(Check("inherited", target, Verdict.REACHED, Outcome.REACHED, Evidence.STRONG, why, "found"))
         if found:
             return found
         if not control.worked:
-            # No internet socket is held at all, which getsockopt(SO_DOMAIN) could tell without the namespace.
-            why = f"no socket but unix ones among {len(self._asked)}, though {control.how}"
-            return [Check("inherited", "sockets held inside", Verdict.NOT_PROVEN, Outcome.NOT_TRIED, Evidence.NONE, why, "found")]
+            return [
+                Check("inherited", HELD, Verdict.NOT_PROVEN, Outcome.NOT_TRIED, Evidence.NONE, control.how, "found"),
+            ]
         why = f"{len(self._asked)} descriptors looked at, none of another network namespace"
-        return [Check("inherited", "sockets held inside", Verdict.BLOCKED, Outcome.ABSENT, Evidence.STRONG, why, "found")]
+        return [Check("inherited", HELD, Verdict.BLOCKED, Outcome.ABSENT, Evidence.STRONG, why, "found")]

@@ -8,7 +8,7 @@ from typing import Final
 
 from asp.errors import UsageError
 from asp.probe.attempts import Attempt, Happened, SelfControl, attempt, self_controls, timespec
-from asp.probe.kernel import WAYS, SocketCheck, Way, held_sockets
+from asp.probe.kernel import HELD, WAYS, SocketCheck, Way, held_sockets
 from asp.probe.program import MACHINES, Answer, Cell, Machine, Program, Returned, script
 from asp.probe.report import DENIED, Check, Control, Evidence, Outcome, Report, Verdict
 from asp.probe.targets import MAX_TARGETS, Origin, Surroundings, Target, defaults, parse
@@ -35,6 +35,7 @@ _LOOK: Final = (
 _TEXTS: Final = {
     "route": ("/proc/net/route", 16384), "arp": ("/proc/net/arp", 16384), "if_inet6": ("/proc/net/if_inet6", 8192),
     "dev": ("/proc/net/dev", 16384), "resolv": ("/etc/resolv.conf", 4096), "unix": ("/proc/net/unix", 131072),
+    "version": ("/proc/version", 4096),
 }  # fmt: skip
 _SMALL_READ = 4096  # /proc/net answers a read with at most a page or so
 
@@ -64,18 +65,16 @@ async def probe(
         said = name.decode("ascii", "backslashreplace") or "nothing known"
         return _nothing_proven(None, wanted, f"there is no program for this machine ({said})")
     runner = _Runner(transport, machine)
-    shown = Surroundings()
+    shown = await runner.look_around()
     if found:
-        shown = await runner.look_around()
-        if runner.why_not is None:
-            wanted += shown.targets()
-            wanted += [Target("abstract", name=name, origin=Origin.FOUND) for name, _ in shown.abstract_listeners()]
+        wanted += shown.targets()
+        wanted += [Target("abstract", name=name, origin=Origin.FOUND) for name, _ in shown.abstract_listeners()]
     wanted = list(dict.fromkeys(wanted))[:MAX_TARGETS]
     sockets = await runner.try_sockets(wanted, wait_s)
     if runner.why_not is not None:
         return _nothing_proven(machine.name, wanted, runner.why_not)
     controls, checks = sockets
-    ways = await runner.try_ways()
+    ways = await runner.try_ways(gvisor=shown.is_gvisor)
     held_control, held = await runner.try_held_sockets(listing)
     return Report(
         machine.name, tuple(shown.interfaces), (*controls, held_control), (*checks, *ways, *held),
@@ -84,7 +83,7 @@ async def probe(
 
 def _nothing_proven(machine: str | None, wanted: Sequence[Target], why: str) -> Report:
     names = [(target.kind, str(target), target.origin.value) for target in wanted]
-    names += [(way.kind, way.target, "default") for way in WAYS] + [("inherited", "sockets held inside", "found")]
+    names += [(way.kind, way.target, "default") for way in WAYS] + [("inherited", HELD, "found")]
     checks = [
         Check(kind, target, Verdict.NOT_PROVEN, Outcome.NOT_TRIED, Evidence.NONE, why, origin) for kind, target, origin in names
     ]
@@ -154,7 +153,7 @@ class _Runner:
             _judge(target, one.happened(answer), controls[target.control]) for target, one in zip(targets, attempts, strict=True)
         ]
 
-    async def try_ways(self) -> list[Check]:
+    async def try_ways(self, *, gvisor: bool) -> list[Check]:
         """Try each way out that is not an address, in a program of its own."""
         few = asyncio.Semaphore(_WAYS_AT_ONCE)
 
@@ -162,7 +161,7 @@ class _Runner:
             program, last = way.program(self._machine)
             async with few:
                 answer, killed = await self._run(program)
-            return way.check(None if answer is None else answer.result(last), killed=killed)
+            return way.check(None if answer is None else answer.result(last), killed=killed, gvisor=gvisor)
 
         return list(await asyncio.gather(*(run(way) for way in WAYS)))
 
@@ -173,9 +172,7 @@ class _Runner:
         if answer is None:
             why = "a filter killed the program" if killed else self.why_not or "the program gave no answer"
             control = Control("inherited", worked=False, how=why)
-            return control, [
-                Check("inherited", "sockets held inside", Verdict.NOT_PROVEN, Outcome.NOT_TRIED, Evidence.NONE, why, "found")
-            ]
+            return control, [Check("inherited", HELD, Verdict.NOT_PROVEN, Outcome.NOT_TRIED, Evidence.NONE, why, "found")]
         control = looking.control(answer)
         return control, looking.checks(answer, control)
 

@@ -164,6 +164,12 @@ class Surroundings:
     dev: bytes = b""
     resolv: bytes = b""
     unix: bytes = b""
+    version: bytes = b""
+
+    @property
+    def is_gvisor(self) -> bool:
+        """Whether the kernel inside is gVisor's, which says so by a version that no Linux has: it names no compiler."""
+        return self.version.strip() == b"Linux version 4.4.0 #1 SMP Sun Jan 10 15:06:54 PST 2016"
 
     @property
     def interfaces(self) -> list[str]:

@@ -35,15 +35,16 @@ class Listeners:
         """Listen; return the port."""
 
         def make() -> socket.socket:
-            if isinstance(address, bytes) or address.startswith("/"):
-                made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                made.bind(address)
-            else:
-                family = socket.AF_INET6 if ":" in address else socket.AF_INET
-                made = socket.socket(family, socket.SOCK_DGRAM if kind in {"udp", "dns"} else socket.SOCK_STREAM)
+            unix = isinstance(address, bytes) or address.startswith("/")
+            family = socket.AF_UNIX if unix else socket.AF_INET6 if ":" in str(address) else socket.AF_INET
+            made = socket.socket(family, socket.SOCK_DGRAM if kind in {"udp", "dns"} else socket.SOCK_STREAM)
+            try:
                 if family == socket.AF_INET6:
                     made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                made.bind((address, 0))
+                made.bind(address if unix else socket.getaddrinfo(str(address), 0, family)[0][4])  # with the scope
+            except OSError:
+                made.close()
+                raise
             made.setblocking(False)
             return made
 
@@ -126,33 +127,64 @@ class Command:
 
 
 class Namespace:
-    """A network namespace behind a pair of wires: what stands in for the internet. Needs root and ip(8)."""
+    """A network namespace behind a pair of wires: what stands in for the internet and for metadata. Needs root and ip(8)."""
 
-    def __init__(self, network: str) -> None:
-        """Take 198.51.100 as ``network``: .1 is this side, .10 the other."""
+    def __init__(self) -> None:
+        """Choose addresses that are nobody's (RFC 2544, 3849, 3927): ``here`` is this side, the others are on the other."""
+        one, two = 1 + secrets.randbelow(250), 1 + secrets.randbelow(250)
         self.name = f"asp-{secrets.token_hex(3)}"
-        self.here, self.there = f"{network}.1", f"{network}.10"
+        self.wire = f"{self.name}h"
+        self.here, self.there = f"198.18.{one}.1", f"198.18.{one}.10"
+        self.here6, self.there6 = f"2001:db8:{one:x}:{two:x}::1", f"2001:db8:{one:x}:{two:x}::10"
+        self.metadata = f"169.254.{one}.{two}"
+        self.link_local = f"fe80::a5b:{one:x}:{two:x}"
 
     def __enter__(self) -> Self:
         run("ip", "netns", "add", self.name)
-        run("ip", "link", "add", f"{self.name}h", "type", "veth", "peer", "name", "far", "netns", self.name)
-        run("ip", "addr", "add", f"{self.here}/24", "dev", f"{self.name}h")
-        run("ip", "link", "set", f"{self.name}h", "up")
-        for words in (
-            ("addr", "add", f"{self.there}/24", "dev", "far"),
-            ("link", "set", "far", "up"),
-            ("link", "set", "lo", "up"),
-            ("route", "add", "default", "via", self.here),
-        ):
-            run("ip", "-n", self.name, *words)
+        try:
+            run("ip", "link", "add", self.wire, "type", "veth", "peer", "name", "far", "netns", self.name)
+            for address in (f"{self.here}/24", f"{self.here6}/64"):
+                run("ip", "addr", "add", address, "dev", self.wire, *(("nodad",) if ":" in address else ()))
+            run("ip", "link", "set", self.wire, "up")
+            for address in (f"{self.there}/24", f"{self.metadata}/32", f"{self.there6}/64", f"{self.link_local}/64"):
+                self.ip("addr", "add", address, "dev", "far", *(("nodad",) if ":" in address else ()))
+            self.ip("link", "set", "far", "up")
+            self.ip("link", "set", "lo", "up")
+            self.ip("route", "add", "default", "via", self.here)
+            run("ip", "route", "add", f"{self.metadata}/32", "dev", self.wire)
+            self.index = int(Path(f"/sys/class/net/{self.wire}/ifindex").read_text())
+            self._has_own_link_local()
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
         run("ip", "netns", "del", self.name)
 
+    def ip(self, *words: str) -> str:
+        return run("ip", "-n", self.name, *words)
+
+    def _has_own_link_local(self) -> None:
+        """Wait until this side may use its link-local address: the kernel looks for another owner first."""
+        for _ in range(WAIT_S * 20):
+            lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+            if any(words[5] == self.wire and words[0].startswith("fe80") and not int(words[4], 16) & 0x40 for words in lines):
+                return
+            threading.Event().wait(0.05)
+        raise AssertionError("no link-local address")
+
     def inside(self, make: Callable[[], Any]) -> Any:
         """Call something in a thread that is in the namespace."""
         return in_namespace(f"/run/netns/{self.name}", make)
+
+    def pings(self) -> int:
+        """Return how many echo requests have come, of both versions."""
+        counted = run("ip", "netns", "exec", self.name, "cat", "/proc/net/snmp", "/proc/net/snmp6")
+        lines = [line.split() for line in counted.splitlines()]
+        names, values = [words for words in lines if words[0] == "Icmp:"]
+        six = next(int(words[1]) for words in lines if words[0] == "Icmp6InEchos")
+        return int(values[names.index("InEchos")]) + six
 
 
 def in_namespace(path: str, make: Callable[[], Any]) -> Any:
