@@ -117,12 +117,12 @@ class Command:
 
     async def exec(self, script: str | bytes, *, stdin: bytes | None = None, **_options: Any) -> ExecResult:
         text = script.decode() if isinstance(script, bytes) else script
-        process = await asyncio.create_subprocess_exec(
-            *self._prefix, "sh", "-c", text, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            pass_fds=self._pass_fds, cwd=self._cwd,
+        # In a thread, by subprocess: asyncio's own complains where a program ends before it has read its stdin.
+        done = await asyncio.to_thread(
+            subprocess.run, [*self._prefix, "sh", "-c", text], input=stdin or b"", capture_output=True, pass_fds=self._pass_fds,
+            cwd=self._cwd, timeout=WAIT_S, check=False,
         )  # fmt: skip
-        out, err = await asyncio.wait_for(process.communicate(stdin or b""), WAIT_S)
-        status = process.returncode or 0
+        status, out, err = done.returncode, done.stdout, done.stderr
         return ExecResult(status if status >= 0 else 128 - status, None, out, err, len(out), len(err))
 
 

@@ -108,6 +108,9 @@ async def test_a_local_sandbox_reaches_nothing(box: Box, listeners: Listeners, t
         assert report.blocked, [str(check) for check in report.checks if check.verdict is not Verdict.BLOCKED]
         assert all(control.worked for control in report.controls)
         assert set(targets) | set(pings) <= {check.target for check in report.checks}
+        assert {(check.error, check.evidence.value) for check in report.checks if check.kind == "tcp"} == (
+            {("ENETUNREACH", "strong"), ("ECONNREFUSED", "strong")}  # refused: by the sandbox's own loopback
+        )
         assert report.interfaces == ()
         assert internet is None or internet.pings() == 0
 
