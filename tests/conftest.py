@@ -5,6 +5,7 @@ import json
 import os
 import pwd
 import shutil
+import signal
 import socket
 import subprocess
 import threading
@@ -45,6 +46,16 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.failed and "ASP_FAILED" in os.environ:
         with open(os.environ["ASP_FAILED"], "a", encoding="utf-8") as noted:
             noted.write(f"{report.nodeid}\n")
+
+
+@pytest.fixture(autouse=True)
+def signals_as_they_were() -> Iterator[None]:
+    """After each test: what signals do. A command that is run in this process ignores them at its end."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
 
 
 def _descriptors() -> set[str]:

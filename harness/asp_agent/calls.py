@@ -30,6 +30,9 @@ TURN_BYTES = 200 << 10
 
 LEAST_BYTES = 1 << 10
 
+MOST_AT_ONCE = 4
+"""So many calls that only read run side by side: each may hold some tens of MB of a large file."""
+
 
 @dataclass(frozen=True, slots=True)
 class End:
@@ -69,6 +72,7 @@ class Calls:
         self._started: list[_Running] = []
         self.interrupted: list[str] = []  # what was stopped from outside: it may live on in the sandbox
         self._share = TURN_BYTES
+        self._slots = asyncio.Semaphore(MOST_AT_ONCE)
 
     @property
     def running(self) -> list[str]:
@@ -162,7 +166,8 @@ class Calls:
     async def _perform(self, tool: Tool, arguments: Mapping[str, Any]) -> tuple[Produced, bool]:
         """Return what came of a call, and whether it was stopped before its end."""
         try:
-            return await perform(tool, arguments, self.transport, self.redact), False
+            async with self._slots:
+                return await perform(tool, arguments, self.transport, self.redact), False
         except Interrupted as interrupted:
             return Produced(interrupted.content, is_error=True), True
         except asyncio.CancelledError:

@@ -14,6 +14,9 @@ from asp.errors import AspError
 from asp_agent.errors import OutputClosed
 from asp_agent.messages import ToolResult, Usage
 
+MAX_SUMMARY_CHARACTERS = 1000
+"""A model can write a command of 10 MB; what is shown of it in one line is this much."""
+
 SCRIPTED = "scripted model: no LLM is called"
 
 
@@ -166,4 +169,5 @@ def summarise(raw_arguments: str, argument: str) -> str:
         return ""
     if not isinstance(arguments, dict):
         return ""
-    return " ".join(str(cast("dict[str, Any]", arguments).get(argument, "")).split())
+    text = " ".join(str(cast("dict[str, Any]", arguments).get(argument, ""))[: 2 * MAX_SUMMARY_CHARACTERS].split())
+    return text if len(text) <= MAX_SUMMARY_CHARACTERS else text[: MAX_SUMMARY_CHARACTERS - 1] + "…"

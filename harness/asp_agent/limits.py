@@ -39,6 +39,18 @@ class Stopped(Exception):
         self.cause = cause
 
 
+def one_ctrl_c() -> None:
+    """Make SIGTERM and SIGHUP a Ctrl-C (KeyboardInterrupt) until a Watch listens (L7)."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.default_int_handler)
+
+
+def ignore_signals() -> None:
+    """Let nothing change how the run has ended, from now on until the process is gone. What is left takes no time."""
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
 class Watch:
     """Waits for signals and the time limit beside the run. For the one task that runs the agent."""
 
@@ -61,8 +73,12 @@ class Watch:
         finally:
             if timer is not None:
                 timer.cancel()
+            # Blocked meanwhile: a signal between the two would end the process, and the run has an exit code already.
+            signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
             for number in _SIGNALS:
                 loop.remove_signal_handler(number)
+            ignore_signals()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
     def interrupt(self) -> None:
         """Stop what runs now and let it clean up; the second time, stop waiting for that."""

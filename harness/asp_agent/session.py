@@ -19,7 +19,7 @@ from asp_agent.decide import Decide, allow_all
 from asp_agent.display import Display, Header, Outcome, reason_of
 from asp_agent.errors import OutputClosed
 from asp_agent.input import FIRST_BYTE_S, read_piped, with_piped
-from asp_agent.limits import Cause, Limits, Stopped, Watch
+from asp_agent.limits import Cause, Limits, Stopped, Watch, ignore_signals, one_ctrl_c
 from asp_agent.redact import Redactor
 
 if TYPE_CHECKING:
@@ -61,8 +61,9 @@ class Session:
         self._outcome: Outcome | None = None
 
     def run(self) -> int:
-        """Run to the end and return the exit code."""
+        """Run to the end and return the exit code. From then on signals are ignored: the process only has to go."""
         try:
+            one_ctrl_c()
             parts = self._configure()
             asyncio.run(self._work(parts))
         except Stopped as stopped:  # while the connection was being made
@@ -178,6 +179,7 @@ class Session:
 
     def _finish(self) -> int:
         """Record and show the outcome, once, and return the exit code."""
+        ignore_signals()
         outcome = self._outcome or Outcome(1, "bug", "this is a bug of asp-agent: the run has no end")
         seconds = time.monotonic() - self._started
         try:

@@ -96,7 +96,7 @@ async def test_a_file_beyond_the_scan_limit_says_more_than(twin: LocalTwin, work
     with (work / "big").open("wb") as file:
         file.writelines(b"%07d\n" % n for n in range(3_000_000))
     content = (await use(twin, "read", path="big")).content
-    assert content.endswith("[Lines 1-2000 of more than 2097151. Continue with offset=2001.]")
+    assert content.endswith("[Lines 1-2000 of more than 2097152. Continue with offset=2001.]")
     produced = await use(twin, "read", path="big", offset=2_500_000)
     assert produced.is_error
     assert "Only the first 16 MiB" in produced.content

@@ -5,7 +5,7 @@ import shlex
 from asp.transport import Transport
 from asp_agent.messages import ToolSchema
 from asp_agent.tools.tool import Arguments, Produced, Redact, Tool
-from asp_agent.tools.truncate import MAX_BYTES, MAX_LINES, head, size, split_lines
+from asp_agent.tools.truncate import MAX_BYTES, MAX_LINES, head, lines_from, size
 
 SCAN_BYTES = 16 << 20
 """How far into a file lines are found and counted: 16 MiB. Beyond it a file is for bash."""
@@ -61,25 +61,28 @@ async def read(arguments: Arguments, transport: Transport, redact: Redact) -> Pr
         return (
             Produced("(empty file)") if offset == 1 else Produced(f"{path} is empty; there is no line {offset}.", is_error=True)
         )
-    lines = split_lines(redact(data[:SCAN_BYTES].decode("utf-8", "replace")))
-    if partly and len(lines) > 1:
-        del lines[-1]  # it may go on
-    known = f"more than {len(lines)}" if partly else str(len(lines))
-    if offset > len(lines):
+    text = redact(data[:SCAN_BYTES].decode("utf-8", "replace"))
+    if partly and "\n" in text:
+        text = text[: text.rindex("\n") + 1]  # the last line may go on
+    count = text.count("\n") + (not text.endswith("\n"))
+    known = f"more than {count}" if partly else str(count)
+    if offset > count:
         beyond = f" Only the first {SCAN_BYTES >> 20} MiB can be read here; use bash for the rest." if partly else ""
         return Produced(f"{path} has {known} lines; line {offset} is beyond its end.{beyond}", is_error=True)
+    # Only the page is cut into lines: a million of them as texts of their own take 100 MB.
+    lines = lines_from(text, offset, min(limit, MAX_LINES) + 1)
     return Produced(_page(path, lines, offset, limit, known))
 
 
 def _page(path: str, lines: list[str], offset: int, limit: int, known: str) -> str:
-    cut = head(lines[offset - 1 :], max_lines=min(limit, MAX_LINES))
+    cut = head(lines, max_lines=min(limit, MAX_LINES))
     if cut.inside_line:
-        return _long_line(path, lines[offset - 1], offset, known)
+        return _long_line(path, lines[0], offset, known)
     end = offset - 1 + cut.lines
     notes: list[str] = []
     if cut.text.isspace():
         notes.append("Only whitespace.")
-    if cut.cut or known != str(len(lines)):
+    if known != str(end):
         notes.append(f"Lines {offset}-{end} of {known}. Continue with offset={end + 1}.")
     return cut.text + (_gap(cut.text) + f"[{' '.join(notes)}]" if notes else "")
 

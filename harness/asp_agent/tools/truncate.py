@@ -36,6 +36,21 @@ def split_lines(text: str) -> list[str]:
     return [line + "\n" for line in lines] + ([last] if last else [])
 
 
+def lines_from(text: str, first: int, most: int) -> list[str]:
+    """Return at most ``most`` lines of ``text``, each with its LF, from line ``first`` (1 is the first)."""
+    start = 0
+    for _ in range(first - 1):
+        start = text.find("\n", start) + 1
+        if not start:
+            return []
+    lines: list[str] = []
+    while len(lines) < most and start < len(text):
+        end = text.find("\n", start) + 1 or len(text)
+        lines.append(text[start:end])
+        start = end
+    return lines
+
+
 def head(lines: Sequence[str], *, max_lines: int = MAX_LINES, max_bytes: int = MAX_BYTES) -> Cut:
     """Return the first whole lines that fit. A first line that alone is too long gives no text and ``inside_line``."""
     taken, used = 0, 0
