@@ -1,9 +1,11 @@
 """``asp probe``: its program, what its answers mean, and the verb over a real SSH server with nothing blocked."""
 
 import asyncio
+import ipaddress
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import fields
@@ -19,9 +21,10 @@ from asp.errors import UsageError
 from asp.probe import Origin, Report, Target, Verdict, parse, probe
 from asp.probe.attempts import Happened, _Ping, dns_query
 from asp.probe.kernel import MAX_SOCKETS, HeldSocket, SocketCheck, Way, held_sockets
+from asp.probe.listening import HostListeners
 from asp.probe.probing import _judge
 from asp.probe.program import AARCH64, X86_64, Machine, Program, Returned, elf, script
-from asp.probe.report import Control, Evidence, Outcome
+from asp.probe.report import Check, Control, Evidence, Outcome
 from asp.probe.targets import Surroundings
 from asp.ssh import open_transport
 from asp.testing import InProcessSandbox
@@ -323,6 +326,42 @@ async def test_what_is_left_out_is_not_proven(sandbox: InProcessSandbox, tmp_pat
         (check,) = one.checks(answer, one.control(answer))
         assert check.verdict is Verdict.NOT_PROVEN
         assert why in check.why
+
+
+@pytest.mark.parametrize(
+    ("outcome", "verdict", "came", "silent", "after"),
+    [
+        (Outcome.UNREACHABLE, Verdict.BLOCKED, True, False, (Verdict.REACHED, Evidence.STRONG)),  # a sandbox that lies
+        (Outcome.TIMED_OUT, Verdict.NOT_PROVEN, False, False, (Verdict.BLOCKED, Evidence.STRONG)),
+        (Outcome.TIMED_OUT, Verdict.NOT_PROVEN, False, True, (Verdict.NOT_PROVEN, Evidence.WEAK)),
+        (Outcome.TIMED_OUT, Verdict.BLOCKED, False, True, (Verdict.NOT_PROVEN, Evidence.NONE)),
+        (Outcome.TIMED_OUT, Verdict.BLOCKED, False, False, (Verdict.BLOCKED, Evidence.WEAK)),
+    ],
+)
+async def test_a_listener_outweighs_the_sandbox(
+    outcome: Outcome, verdict: Verdict, came: bool, silent: bool, after: tuple[Verdict, Evidence]
+) -> None:
+    """``silent``: the listener does not hear us either, as behind a firewall."""
+    async with HostListeners([ipaddress.ip_address("127.0.0.1"), ipaddress.ip_address("203.0.113.1")]) as listeners:
+        assert [target.kind for target in listeners.targets] == ["tcp", "udp"]  # nobody can listen at the second
+        (target,) = (one for one in listeners.targets if one.kind == "udp")
+        if came:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+                sender.sendto(b"x", ("127.0.0.1", target.port))
+        if silent:
+            for one in listeners._closers:
+                one.close()
+        check = Check("udp", str(target), verdict, outcome, Evidence.WEAK, "before")
+        other = Check("udp", "udp:192.0.2.1:9", verdict, outcome, Evidence.WEAK, "before")
+        if silent:
+            listeners._hears = no  # type: ignore[method-assign]
+        judged, untouched = (await listeners.judged(Report("x86_64", checks=(check, other)))).checks
+        assert (judged.verdict, judged.evidence) == after
+        assert untouched == other
+
+
+async def no(_target: Target) -> bool:
+    return False
 
 
 def test_no_checks_are_no_proof() -> None:

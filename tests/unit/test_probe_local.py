@@ -3,9 +3,13 @@
 Each listener is reached from the same files with the block taken off, in the same test: so the probe could have seen it.
 """
 
+import asyncio
+import json
 import os
 import shutil
 import socket
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
@@ -18,6 +22,7 @@ from sandbox_lab import Box, Lab
 
 from asp import contract, trust
 from asp.probe import Report, Verdict, parse, probe
+from asp.probe.command import host_addresses
 from asp.ssh import open_transport
 
 pytestmark = pytest.mark.bwrap
@@ -28,6 +33,7 @@ FILES = (
     "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--die-with-parent",
 )  # fmt: skip
 UID = 61000
+ASP = Path(sys.executable).with_name("asp")
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +132,23 @@ async def test_a_local_sandbox_reaches_nothing(box: Box, listeners: Listeners, t
         assert Counter(line.split()[0] for line in listeners.seen) == Counter(targets.values())
         assert set(pings) <= reached(control)
         assert internet is None or internet.pings() > 0
+
+
+async def test_the_verb_says_that_all_is_blocked(box: Box) -> None:
+    """With the addresses of this machine, which are the sandbox's too in all but its network, and listeners on them."""
+    assert {str(address) for address in host_addresses()} >= {"127.0.0.1", *own_addresses()}
+    done = await asyncio.to_thread(
+        subprocess.run, [ASP, "probe", "--json", "--listen", "--contract", box.repository / ".asp.json"],
+        capture_output=True, text=True, timeout=50, stdin=subprocess.DEVNULL, check=False,
+    )  # fmt: skip
+    result = json.loads(done.stdout)
+    assert (done.returncode, result["blocked"], done.stderr) == (0, True, ""), done
+    assert result["counts"]["blocked"] == len(result["checks"])
+    tried = {check["target"] for check in result["checks"]}
+    for address in own_addresses():
+        assert {f"tcp:{address}:22", f"udp:{address}:9", f"dns:{address}:53", f"icmp:{address}"} <= tried
+    listened = [check for check in result["checks"] if check["origin"] == "given"]
+    assert {check["kind"] for check in listened} >= {"tcp", "udp"}
 
 
 async def test_a_tcp_socket_that_is_inherited_is_found() -> None:
