@@ -33,6 +33,7 @@ from asp.transport import ExecResult
 WAIT_S = 50
 MACHINES = {"x86_64": X86_64, "aarch64": AARCH64}
 HERE = MACHINES.get(os.uname().machine)
+pytestmark = pytest.mark.timeout(300)
 linux = pytest.mark.skipif(HERE is None or sys.platform != "linux", reason="the program is for Linux on x86_64 and aarch64")
 
 
@@ -267,7 +268,7 @@ async def test_with_nothing_blocked_each_listener_is_reached(sandbox: InProcessS
         try:
             async with open_transport(trusted(sandbox.document(), tmp_path), allow_same_host=True) as transport:
                 targets = [parse(text) for text in (*given, "tcp:127.0.0.1:1", "unix:/nowhere/s", "abstract:asp-nobody")]
-                report = await probe(transport, targets, found=False)
+                report = await probe(transport, targets, found=False, wait_s=WAIT_S)
         finally:
             os.unlink(path)
         for name in ("tcp", "udp", "dns", "unix", "abstract"):

@@ -25,7 +25,8 @@ from asp.probe import Report, Verdict, parse, probe
 from asp.probe.command import host_addresses
 from asp.ssh import open_transport
 
-pytestmark = pytest.mark.bwrap
+pytestmark = [pytest.mark.bwrap, pytest.mark.timeout(300)]
+LONG_WAIT_S = 50.0
 ROOT = os.getuid() == 0
 FILES = (
     "--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin",
@@ -122,7 +123,8 @@ async def test_a_local_sandbox_reaches_nothing(box: Box, listeners: Listeners, t
 
         # The same files, the network of this machine: now each listener is reached, once; so before, none was.
         capable = ("--cap-add", "ALL") if ROOT else ()
-        control = await probe(open_bwrap("--unshare-pid", *capable), [parse(text) for text in (*targets, *pings)], found=False)
+        outside = open_bwrap("--unshare-pid", *capable)
+        control = await probe(outside, [parse(text) for text in (*targets, *pings)], found=False, wait_s=LONG_WAIT_S)
         assert set(targets) <= reached(control), (set(targets) - reached(control), control.checks)
         for name in targets.values():
             assert await listeners.has_seen(name), (name, listeners.seen)
