@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from asp import trust
 from asp.contract import Contract
 from asp.errors import quoted
+from asp.probe.listening import HostListeners
 from asp.probe.probing import DEFAULT_WAIT_S, MAX_WAIT_S, probe
 from asp.probe.report import Report, Verdict
 from asp.probe.targets import Address, Target, of_host, parse
@@ -41,6 +42,10 @@ def add_to(commands: "argparse._SubParsersAction[Parser]") -> None:  # pyright: 
         "abstract:NAME, unix:PATH",
     )  # fmt: skip
     parser.add_argument("--only-targets", action="store_true", help="of addresses, try only those that --target names")
+    parser.add_argument(
+        "--listen", action="store_true",
+        help="meanwhile listen on every address of this machine, try to reach that from inside, and say what came",
+    )  # fmt: skip
     parser.add_argument(
         "--wait", type=_wait, default=DEFAULT_WAIT_S, metavar="S", help="seconds to wait for answers (%(default)s)"
     )
@@ -71,8 +76,12 @@ def cmd_probe(args: argparse.Namespace) -> int:
     async def run() -> Report:
         from asp.ssh import open_transport  # noqa: PLC0415 - asyncssh takes a third of a second to import
 
-        async with open_transport(trusted, allow_same_host=args.allow_same_host) as transport:
-            return await probe(transport, targets, found=not args.only_targets, wait_s=args.wait)
+        async with (
+            open_transport(trusted, allow_same_host=args.allow_same_host) as transport,
+            HostListeners(host_addresses() if args.listen else ()) as listeners,
+        ):
+            report = await probe(transport, [*targets, *listeners.targets], found=not args.only_targets, wait_s=args.wait)
+            return await listeners.judged(report)
 
     report = asyncio.run(run())
     print(json.dumps(report.as_json()) if args.json else shown(report))

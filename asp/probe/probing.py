@@ -22,6 +22,7 @@ _KEEP_BYTES = 1 << 20
 _NO_FOLDER, _NOT_RUN, _KILLED_BY_FILTER = 125, 126, 128 + 31
 _AT_CWD = -100
 _WAYS_AT_ONCE = 4
+_SHOWN_BYTES = 40
 
 # The shell alone: the machine from uname, or what /proc/cpuinfo says; then the sockets that its processes hold.
 _LOOK: Final = (
@@ -29,6 +30,7 @@ _LOOK: Final = (
     '[ -n "$m" ] || while read -r a b; do case "$a $b" in vendor_id*) m=x86_64; break;; "CPU implementer"*) m=aarch64; break;;'
     " esac; done 2>/dev/null </proc/cpuinfo\n"
     'printf "%s\\n" "$m"\n'
+    '[ -d /proc/self ] || printf "%s\\n" no-proc\n'
     'for f in /proc/[0-9]*/fd/*; do [ -S "$f" ] && printf "%s\\n" "$f"; done\n'
     "exit 0\n"
 )
@@ -62,18 +64,21 @@ async def probe(
     name = b"aarch64" if name == b"arm64" else b"x86_64" if name == b"amd64" else name
     machine = next((one for one in MACHINES if one.name.encode() == name.strip()), None)
     if machine is None:
-        said = name.decode("ascii", "backslashreplace") or "nothing known"
+        said = name[:_SHOWN_BYTES].decode("ascii", "backslashreplace") or "nothing known"
         return _nothing_proven(None, wanted, f"there is no program for this machine ({said})")
     runner = _Runner(transport, machine)
     shown = await runner.look_around()
     if found:
         wanted += shown.targets()
-        wanted += [Target("abstract", name=name, origin=Origin.FOUND) for name, _ in shown.abstract_listeners()]
-    wanted = list(dict.fromkeys(wanted))[:MAX_TARGETS]
+        wanted += [Target("abstract", name=name, origin=Origin.FOUND) for name in shown.abstract_listeners()]
+    wanted = list(dict.fromkeys(wanted))
+    left_out = wanted[MAX_TARGETS:]
+    wanted = wanted[:MAX_TARGETS]
     sockets = await runner.try_sockets(wanted, wait_s)
     if runner.why_not is not None:
         return _nothing_proven(machine.name, wanted, runner.why_not)
     controls, checks = sockets
+    checks += [_not_tried(target, f"more than {MAX_TARGETS} targets") for target in left_out]
     ways = await runner.try_ways(gvisor=shown.is_gvisor)
     held_control, held = await runner.try_held_sockets(listing)
     return Report(
@@ -81,11 +86,16 @@ async def probe(
     )  # fmt: skip
 
 
+def _not_tried(target: Target, why: str) -> Check:
+    kind = "dns" if target.kind == "dns" else target.control
+    return Check(kind, str(target), Verdict.NOT_PROVEN, Outcome.NOT_TRIED, Evidence.NONE, why, target.origin.value)
+
+
 def _nothing_proven(machine: str | None, wanted: Sequence[Target], why: str) -> Report:
-    names = [(target.kind, str(target), target.origin.value) for target in wanted]
-    names += [(way.kind, way.target, "default") for way in WAYS] + [("inherited", HELD, "found")]
-    checks = [
-        Check(kind, target, Verdict.NOT_PROVEN, Outcome.NOT_TRIED, Evidence.NONE, why, origin) for kind, target, origin in names
+    checks = [_not_tried(target, why) for target in wanted]
+    others = [(way.kind, way.target, "default") for way in WAYS] + [("inherited", HELD, "found")]
+    checks += [
+        Check(kind, target, Verdict.NOT_PROVEN, Outcome.NOT_TRIED, Evidence.NONE, why, origin) for kind, target, origin in others
     ]
     return Report(machine, checks=tuple(checks))
 
@@ -163,11 +173,17 @@ class _Runner:
                 answer, killed = await self._run(program)
             return way.check(None if answer is None else answer.result(last), killed=killed, gvisor=gvisor)
 
-        return list(await asyncio.gather(*(run(way) for way in WAYS)))
+        done = await asyncio.gather(*(run(way) for way in WAYS), return_exceptions=True)
+        checks: list[Check] = []
+        for one in done:  # all have ended, so none still uses a transport that its owner closes
+            if isinstance(one, BaseException):
+                raise one
+            checks.append(one)
+        return checks
 
     async def try_held_sockets(self, listing: bytes) -> tuple[Control, list[Check]]:
         """Look for sockets of another network namespace."""
-        looking = SocketCheck(self._machine, held_sockets(listing))
+        looking = SocketCheck(self._machine, held_sockets(listing), sees_others=b"no-proc" not in listing.splitlines())
         answer, killed = await self._run(looking.program)
         if answer is None:
             why = "a filter killed the program" if killed else self.why_not or "the program gave no answer"

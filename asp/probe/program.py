@@ -221,8 +221,8 @@ class Answer:
 def script(machine: Machine) -> bytes:
     """Return the lines for sh that write the program to the first folder that may hold and run one, run it and remove it.
 
-    Needs printf (in the shell, but for a few) and chmod. Ends with the program's status; 125 if there is no such folder,
-    126 if no file of this architecture runs.
+    Needs printf (in the shell, but for a few) and chmod (a tool, or a busybox that is the shell itself). Ends with the
+    program's status; 125 if there is no such folder, 126 if no file of this architecture runs.
     """
     octal = "".join(f"\\{byte:03o}" for byte in elf(machine))
     return (
@@ -231,9 +231,9 @@ def script(machine: Machine) -> bytes:
         '[ -d "$d" ] && [ -w "$d" ] || continue\n'
         "f=$d/.probe-$$\n"
         f"(printf '{octal}' >\"$f\") 2>/dev/null || continue\n"
-        '{ chmod 700 "$f" || busybox chmod 700 "$f" || /bin/busybox chmod 700 "$f"; } 2>/dev/null\n'
+        '{ chmod 700 "$f" || busybox chmod 700 "$f" || (exec -a busybox "/proc/$$/exe" chmod 700 "$f"); } 2>/dev/null\n'
         '(cd "$d" && exec "$f") 2>/dev/null; s=$?\n'
-        '{ rm -f "$f" || busybox rm -f "$f" || /bin/busybox rm -f "$f"; } 2>/dev/null\n'
+        '{ rm -f "$f" || busybox rm -f "$f" || (exec -a busybox "/proc/$$/exe" rm -f "$f"); } 2>/dev/null\n'
         'case $s in 126|127) s=126;; *) exit "$s";; esac\n'
         "done\n"
         'exit "$s"\n'

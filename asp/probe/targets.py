@@ -111,7 +111,7 @@ def parse(text: str) -> Target:
     if (kind == "icmp") != (port is None) or (port is not None and not 0 < int(port) <= MAX_PORT):
         msg = f"{quoted(text)} needs {'no port' if kind == 'icmp' else f'a port from 1 to {MAX_PORT}'}"
         raise UsageError(msg)
-    if scope and not (scope.isascii() and scope.isdigit()):
+    if scope and not re.fullmatch(r"[0-9]{1,9}", scope):
         msg = f"{quoted(text)}: name the interface by its number inside the sandbox (cat /proc/net/if_inet6)"
         raise UsageError(msg)
     return Target(kind, address, int(port or 0), int(scope or 0))
@@ -121,6 +121,7 @@ _NOWHERE = ("192.0.2.1", "198.51.100.1", "2001:db8::1")  # RFC 5737, RFC 3849: a
 _METADATA = ("169.254.169.254", "fd00:ec2::254")
 _ENGINES = ("172.17.0.1", "10.88.0.1", "10.0.2.2", "192.168.64.1", "192.168.65.254")  # Docker, Podman, slirp, Apple, Desktop
 _ONE_HOST = 0xFFFFFFFF
+_NO_INTERFACE = 0x7FFFFFFF
 _STUB_RESOLVERS = ("127.0.0.11", "127.0.0.53")  # Docker's, systemd's
 ENGINE_SOCKETS: Final = (
     "/var/run/docker.sock", "/run/docker.sock", "/run/containerd/containerd.sock", "/run/podman/podman.sock",
@@ -187,7 +188,7 @@ class Surroundings:
                 if gateway:
                     hosts.append(str(ipaddress.IPv4Address(gateway)))
                 elif 0 < mask < _ONE_HOST:  # a network of ours: its first address is the gateway, mostly
-                    hosts.append(str(ipaddress.IPv4Address(network + 1)))
+                    hosts.append(str(ipaddress.IPv4Address(network & mask | 1)))
         hosts += [line.split()[0].decode("ascii", "replace") for line in self.arp.splitlines()[1:] if line.split()]
         found = [_at("tcp", host, 22, Origin.FOUND) for host in _valid(hosts)]
         found += [_at("icmp", host, 0, Origin.FOUND) for host in _valid(hosts)]
@@ -195,25 +196,37 @@ class Surroundings:
             words[1] for words in map(bytes.split, self.resolv.splitlines()) if len(words) > 1 and words[0] == b"nameserver"
         ]
         found += [
-            _at("dns", host.partition("%")[0], DNS_PORT, Origin.FOUND)
-            for host in _valid(server.decode("ascii", "replace") for server in servers)
+            _at("dns", host, DNS_PORT, Origin.FOUND, scope=self._scope(scope) if scope else 0)
+            for host, _, scope in (one.partition("%") for one in _valid(server.decode("ascii", "replace") for server in servers))
         ]
         for line in self.if_inet6.splitlines():
             words = line.split()
             if len(words) == 6 and words[5] != b"lo" and words[0].startswith(b"fe80"):  # noqa: PLR2004
                 # All neighbours on that link; ping is answered by whoever is there.
-                found.append(_at("icmp", "ff02::1", 0, Origin.FOUND, scope=int(words[1], 16)))
+                found.append(_at("icmp", "ff02::1", 0, Origin.FOUND, scope=_index(words[1])))
         return found
 
-    def abstract_listeners(self) -> list[tuple[bytes, int]]:
-        """Return name and inode of each abstract socket that accepts connections in this network namespace."""
-        found: list[tuple[bytes, int]] = []
+    def _scope(self, name: str) -> int:
+        """Return the index of an interface; of one that is not here, an index that nobody has."""
+        for line in self.if_inet6.splitlines():
+            words = line.split()
+            if len(words) == 6 and words[5] == name.encode("utf-8", "replace"):  # noqa: PLR2004
+                return _index(words[1])
+        return _NO_INTERFACE
+
+    def abstract_listeners(self) -> list[bytes]:
+        """Return the name of each abstract socket that accepts connections in this network namespace."""
+        found: list[bytes] = []
         for line in self.unix.splitlines()[1:]:
             words = line.split(None, 7)
             # Num RefCount Protocol Flags Type St Inode Path; flag 00010000: listens
-            if len(words) == 8 and words[3] == b"00010000" and words[7].startswith(b"@") and words[6].isdigit():  # noqa: PLR2004
-                found.append((words[7][1:], int(words[6])))
+            if len(words) == 8 and words[3] == b"00010000" and words[7].startswith(b"@"):  # noqa: PLR2004
+                found.append(words[7][1:])
         return found
+
+
+def _index(hexadecimal: bytes) -> int:
+    return int(hexadecimal, 16) if re.fullmatch(rb"[0-9a-f]{1,7}", hexadecimal) else _NO_INTERFACE
 
 
 def _valid(hosts: Iterable[str]) -> list[str]:
@@ -223,5 +236,5 @@ def _valid(hosts: Iterable[str]) -> list[str]:
             ipaddress.ip_address(host.partition("%")[0])
         except ValueError:
             continue
-        found[host.partition("%")[0]] = None
+        found[host] = None
     return list(found)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import random
 import secrets
 import socket
 import struct
@@ -117,12 +118,12 @@ class Command:
 
     async def exec(self, script: str | bytes, *, stdin: bytes | None = None, **_options: Any) -> ExecResult:
         text = script.decode() if isinstance(script, bytes) else script
-        process = await asyncio.create_subprocess_exec(
-            *self._prefix, "sh", "-c", text, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            pass_fds=self._pass_fds, cwd=self._cwd,
+        # In a thread, by subprocess: asyncio's own complains where a program ends before it has read its stdin.
+        done = await asyncio.to_thread(
+            subprocess.run, [*self._prefix, "sh", "-c", text], input=stdin or b"", capture_output=True, pass_fds=self._pass_fds,
+            cwd=self._cwd, timeout=5 * WAIT_S, check=False,
         )  # fmt: skip
-        out, err = await asyncio.wait_for(process.communicate(stdin or b""), WAIT_S)
-        status = process.returncode or 0
+        status, out, err = done.returncode, done.stdout, done.stderr
         return ExecResult(status if status >= 0 else 128 - status, None, out, err, len(out), len(err))
 
 
@@ -131,7 +132,9 @@ class Namespace:
 
     def __init__(self) -> None:
         """Choose addresses that are nobody's (RFC 2544, 3849, 3927): ``here`` is this side, the others are on the other."""
-        one, two = 1 + secrets.randbelow(250), 1 + secrets.randbelow(250)
+        taken = run("ip", "route")
+        one = next(one for one in random.sample(range(1, 251), 250) if f"198.18.{one}.0/" not in taken)
+        two = 1 + secrets.randbelow(250)
         self.name = f"asp-{secrets.token_hex(3)}"
         self.wire = f"{self.name}h"
         self.here, self.there = f"198.18.{one}.1", f"198.18.{one}.10"

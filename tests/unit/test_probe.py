@@ -1,24 +1,30 @@
 """``asp probe``: its program, what its answers mean, and the verb over a real SSH server with nothing blocked."""
 
 import asyncio
+import ipaddress
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from conftest import missing, trusted
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from probe_lab import Listeners, checksum, dns_name
 
 from asp.errors import UsageError
 from asp.probe import Origin, Report, Target, Verdict, parse, probe
 from asp.probe.attempts import Happened, _Ping, dns_query
-from asp.probe.kernel import HeldSocket, Way, held_sockets
+from asp.probe.kernel import MAX_SOCKETS, HeldSocket, SocketCheck, Way, held_sockets
+from asp.probe.listening import HostListeners
 from asp.probe.probing import _judge
 from asp.probe.program import AARCH64, X86_64, Machine, Program, Returned, elf, script
-from asp.probe.report import Control, Evidence, Outcome
+from asp.probe.report import Check, Control, Evidence, Outcome
 from asp.probe.targets import Surroundings
 from asp.ssh import open_transport
 from asp.testing import InProcessSandbox
@@ -27,6 +33,7 @@ from asp.transport import ExecResult
 WAIT_S = 50
 MACHINES = {"x86_64": X86_64, "aarch64": AARCH64}
 HERE = MACHINES.get(os.uname().machine)
+pytestmark = pytest.mark.timeout(300)
 linux = pytest.mark.skipif(HERE is None or sys.platform != "linux", reason="the program is for Linux on x86_64 and aarch64")
 
 
@@ -145,18 +152,19 @@ def test_what_the_sandbox_shows_becomes_targets() -> None:
         arp=b"IP address HW type\n192.0.2.7 0x1\n???\n",
         if_inet6=b"fe800000000000000042acfffe110002 0c 40 20 80 eth0\n00000000000000000000000000000001 01 80 10 80 lo\n",
         dev=b"Inter-|\n face |\n    lo: 0\n  eth0: 0\n",
-        resolv=b"# c\nnameserver 192.0.2.53\nnameserver fe80::1%eth0\nnameserver\nnameserver x\nsearch a\n",
+        resolv=b"# c\nnameserver 192.0.2.53\nnameserver fe80::1%eth0\nnameserver fe80::2%gone\nnameserver\nnameserver x\n",
         unix=b"Num RefCount Protocol Flags Type St Inode Path\n"
         b"0000000000000000: 00000002 00000000 00010000 0001 01 4711 @/tmp/a b\n"
         b"0000000000000000: 00000002 00000000 00000000 0001 03 4712 @client\n"
         b"0000000000000000: 00000002 00000000 00010000 0001 01 4713 /run/by/path\n",
     )
     assert [str(target) for target in shown.targets()] == [
-        "tcp:172.17.0.1:22", "tcp:192.0.2.7:22", "icmp:172.17.0.1", "icmp:192.0.2.7", "dns:192.0.2.53:53", "dns:[fe80::1]:53",
+        "tcp:172.17.0.1:22", "tcp:192.0.2.7:22", "icmp:172.17.0.1", "icmp:192.0.2.7", "dns:192.0.2.53:53", "dns:[fe80::1%12]:53",
+        "dns:[fe80::2%2147483647]:53",
         "icmp:ff02::1%12",
     ]  # fmt: skip
     assert {target.origin for target in shown.targets()} == {Origin.FOUND}
-    assert shown.abstract_listeners() == [(b"/tmp/a b", 4711)]
+    assert shown.abstract_listeners() == [b"/tmp/a b"]
     assert shown.interfaces == ["eth0"]
     assert Surroundings().targets() == []
 
@@ -215,8 +223,29 @@ def test_what_a_refused_system_call_means(kind: str, result: int | None, killed:
     assert (check.verdict.value, check.error) == (verdict, error)
 
 
+@settings(max_examples=60, deadline=None, database=None)  # no file beside wherever we are
+@given(st.binary(max_size=200), st.lists(st.binary(max_size=20), max_size=9))
+def test_what_the_sandbox_shows_may_be_anything(text: bytes, words: list[bytes]) -> None:
+    """Whoever is inside may have written it: odd texts name no target, and raise nothing."""
+    for content in (text, b"\n" + text, b"\n" + b" ".join(words), b"nameserver " + text):
+        shown = Surroundings(*[content] * len(fields(Surroundings)))
+        for target in shown.targets():
+            assert str(target)
+            assert target.sockaddr()
+        assert all(shown.abstract_listeners())
+        assert "lo" not in shown.interfaces
+    held_sockets(text)
+
+
+@pytest.mark.parametrize("line", [b"e\tFFFFFFFF\t00000000\t1\t0\t0\t0\t0000FFFF", b"e\t00000000\t00000000\t1\t0\t0\t0\tFFFFFFFF"])
+def test_a_route_may_be_odd(line: bytes) -> None:
+    assert all(target.sockaddr() for target in Surroundings(route=b"\n" + line).targets())
+
+
 def test_a_listing_of_sockets_may_hold_anything() -> None:
-    listing = b"/proc/12/fd/3\n/proc/self/fd/4\n/proc/12/fd/x\n\n/proc/1/fd/9/..\n/proc/13/fd/0\n"
+    listing = (
+        b"/proc/12/fd/3\n/proc/self/fd/4\n/proc/99999999999999999999/fd/1\n/proc/12/fd/x\n\n/proc/1/fd/9/..\n/proc/13/fd/0\n"
+    )
     assert held_sockets(listing) == [HeldSocket(12, 3), HeldSocket(13, 0)]
 
 
@@ -239,7 +268,7 @@ async def test_with_nothing_blocked_each_listener_is_reached(sandbox: InProcessS
         try:
             async with open_transport(trusted(sandbox.document(), tmp_path), allow_same_host=True) as transport:
                 targets = [parse(text) for text in (*given, "tcp:127.0.0.1:1", "unix:/nowhere/s", "abstract:asp-nobody")]
-                report = await probe(transport, targets, found=False)
+                report = await probe(transport, targets, found=False, wait_s=WAIT_S)
         finally:
             os.unlink(path)
         for name in ("tcp", "udp", "dns", "unix", "abstract"):
@@ -287,6 +316,56 @@ async def test_a_sandbox_that_cannot_be_probed_is_not_proven(answers: list[tuple
     assert all(why in check.why for check in report.checks), report.checks[0]
 
 
+@linux
+async def test_what_is_left_out_is_not_proven(sandbox: InProcessSandbox, tmp_path: Path) -> None:
+    """More abstract sockets than are tried, no /proc, more held sockets than are looked at: each is said."""
+    assert HERE is not None
+    looking = SocketCheck(HERE, [HeldSocket(1 << 22, 1)] * (MAX_SOCKETS + 1))
+    blind = SocketCheck(HERE, [], sees_others=False)
+    for one, why in ((looking, "1 sockets more"), (blind, "/proc is not there")):
+        answer = one.program.answer(run_program(HERE, one.program, tmp_path).stdout)
+        assert answer is not None
+        (check,) = one.checks(answer, one.control(answer))
+        assert check.verdict is Verdict.NOT_PROVEN
+        assert why in check.why
+
+
+@pytest.mark.parametrize(
+    ("outcome", "verdict", "came", "silent", "after"),
+    [
+        (Outcome.UNREACHABLE, Verdict.BLOCKED, True, False, (Verdict.REACHED, Evidence.STRONG)),  # a sandbox that lies
+        (Outcome.TIMED_OUT, Verdict.NOT_PROVEN, False, False, (Verdict.BLOCKED, Evidence.STRONG)),
+        (Outcome.TIMED_OUT, Verdict.NOT_PROVEN, False, True, (Verdict.NOT_PROVEN, Evidence.WEAK)),
+        (Outcome.TIMED_OUT, Verdict.BLOCKED, False, True, (Verdict.NOT_PROVEN, Evidence.NONE)),
+        (Outcome.TIMED_OUT, Verdict.BLOCKED, False, False, (Verdict.BLOCKED, Evidence.WEAK)),
+    ],
+)
+async def test_a_listener_outweighs_the_sandbox(
+    outcome: Outcome, verdict: Verdict, came: bool, silent: bool, after: tuple[Verdict, Evidence]
+) -> None:
+    """``silent``: the listener does not hear us either, as behind a firewall."""
+    async with HostListeners([ipaddress.ip_address("127.0.0.1"), ipaddress.ip_address("203.0.113.1")]) as listeners:
+        assert [target.kind for target in listeners.targets] == ["tcp", "udp"]  # nobody can listen at the second
+        (target,) = (one for one in listeners.targets if one.kind == "udp")
+        if came:
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+                sender.sendto(b"x", ("127.0.0.1", target.port))
+        if silent:
+            for one in listeners._closers:
+                one.close()
+        check = Check("udp", str(target), verdict, outcome, Evidence.WEAK, "before")
+        other = Check("udp", "udp:192.0.2.1:9", verdict, outcome, Evidence.WEAK, "before")
+        if silent:
+            listeners._hears = no  # type: ignore[method-assign]
+        judged, untouched = (await listeners.judged(Report("x86_64", checks=(check, other)))).checks
+        assert (judged.verdict, judged.evidence) == after
+        assert untouched == other
+
+
+async def no(_target: Target) -> bool:
+    return False
+
+
 def test_no_checks_are_no_proof() -> None:
     assert not Report(None).blocked
 
@@ -306,10 +385,10 @@ def test_the_script_needs_no_more_than_a_shell(shell: str, tmp_path: Path) -> No
     assert HERE is not None
     program = Program(HERE)
     mine = program.call("getpid")
-    words = [found, "sh"] if shell == "busybox" else [found]
+    words, tools = ([found, "sh"], "/nowhere") if shell == "busybox" else ([found], os.environ["PATH"])  # it is its own tools
     done = subprocess.run(
         [*words, "-c", script(HERE).decode().replace("/tmp /var/tmp /dev/shm /run", f"/nowhere {tmp_path}")],
-        input=program.image(), capture_output=True, timeout=WAIT_S, check=False, env={"PATH": os.environ["PATH"], "HOME": ""},
+        input=program.image(), capture_output=True, timeout=WAIT_S, check=False, env={"PATH": tools, "HOME": ""},
     )  # fmt: skip
     answer = program.answer(done.stdout)
     assert done.returncode == 0

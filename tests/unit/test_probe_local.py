@@ -3,9 +3,13 @@
 Each listener is reached from the same files with the block taken off, in the same test: so the probe could have seen it.
 """
 
+import asyncio
+import json
 import os
 import shutil
 import socket
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
@@ -18,9 +22,11 @@ from sandbox_lab import Box, Lab
 
 from asp import contract, trust
 from asp.probe import Report, Verdict, parse, probe
+from asp.probe.command import host_addresses
 from asp.ssh import open_transport
 
-pytestmark = pytest.mark.bwrap
+pytestmark = [pytest.mark.bwrap, pytest.mark.timeout(300)]
+LONG_WAIT_S = 50.0
 ROOT = os.getuid() == 0
 FILES = (
     "--ro-bind", "/usr", "/usr", "--symlink", "usr/bin", "/bin",
@@ -28,6 +34,7 @@ FILES = (
     "--proc", "/proc", "--dev", "/dev", "--tmpfs", "/tmp", "--die-with-parent",
 )  # fmt: skip
 UID = 61000
+ASP = Path(sys.executable).with_name("asp")
 
 
 @pytest.fixture(scope="module")
@@ -108,12 +115,16 @@ async def test_a_local_sandbox_reaches_nothing(box: Box, listeners: Listeners, t
         assert report.blocked, [str(check) for check in report.checks if check.verdict is not Verdict.BLOCKED]
         assert all(control.worked for control in report.controls)
         assert set(targets) | set(pings) <= {check.target for check in report.checks}
+        assert {(check.error, check.evidence.value) for check in report.checks if check.kind == "tcp"} == (
+            {("ENETUNREACH", "strong"), ("ECONNREFUSED", "strong")}  # refused: by the sandbox's own loopback
+        )
         assert report.interfaces == ()
         assert internet is None or internet.pings() == 0
 
         # The same files, the network of this machine: now each listener is reached, once; so before, none was.
         capable = ("--cap-add", "ALL") if ROOT else ()
-        control = await probe(open_bwrap("--unshare-pid", *capable), [parse(text) for text in (*targets, *pings)], found=False)
+        outside = open_bwrap("--unshare-pid", *capable)
+        control = await probe(outside, [parse(text) for text in (*targets, *pings)], found=False, wait_s=LONG_WAIT_S)
         assert set(targets) <= reached(control), (set(targets) - reached(control), control.checks)
         for name in targets.values():
             assert await listeners.has_seen(name), (name, listeners.seen)
@@ -123,6 +134,23 @@ async def test_a_local_sandbox_reaches_nothing(box: Box, listeners: Listeners, t
         assert Counter(line.split()[0] for line in listeners.seen) == Counter(targets.values())
         assert set(pings) <= reached(control)
         assert internet is None or internet.pings() > 0
+
+
+async def test_the_verb_says_that_all_is_blocked(box: Box) -> None:
+    """With the addresses of this machine, which are the sandbox's too in all but its network, and listeners on them."""
+    assert {str(address) for address in host_addresses()} >= {"127.0.0.1", *own_addresses()}
+    done = await asyncio.to_thread(
+        subprocess.run, [ASP, "probe", "--json", "--listen", "--contract", box.repository / ".asp.json"],
+        capture_output=True, text=True, timeout=50, stdin=subprocess.DEVNULL, check=False,
+    )  # fmt: skip
+    result = json.loads(done.stdout)
+    assert (done.returncode, result["blocked"], done.stderr) == (0, True, ""), done
+    assert result["counts"]["blocked"] == len(result["checks"])
+    tried = {check["target"] for check in result["checks"]}
+    for address in own_addresses():
+        assert {f"tcp:{address}:22", f"udp:{address}:9", f"dns:{address}:53", f"icmp:{address}"} <= tried
+    listened = [check for check in result["checks"] if check["origin"] == "given"]
+    assert {check["kind"] for check in listened} >= {"tcp", "udp"}
 
 
 async def test_a_tcp_socket_that_is_inherited_is_found() -> None:
