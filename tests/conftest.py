@@ -12,8 +12,12 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from docker_lab import DockerLab
 
 from asp import contract, trust
 from asp.testing import InProcessSandbox
@@ -201,3 +205,16 @@ def openssh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenSSH]:
     yield OpenSSH(port, " ".join(words[:2]), folder / "identity", process, log)
     process.terminate()
     process.wait(10)
+
+
+@pytest.fixture(scope="module")
+def docker_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator["DockerLab"]:
+    """Sandboxes in containers, for the tests of a module; nothing of them is left."""
+    from docker_lab import DockerLab, runtimes
+
+    runtimes()
+    lab = DockerLab(tmp_path_factory.mktemp("docker-lab"))
+    try:
+        yield lab
+    finally:
+        lab.close()

@@ -31,6 +31,12 @@ _LEAST_MEMORY = 16 << 20
 _SHM_BYTES = 64 << 20
 _NOT_FOR_SETENV = re.compile("[\x00-\x1f\x7f]")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_ROOT_CAPABILITIES = ["SYS_CHROOT", "SETUID", "SETGID"]
+"""What sshd needs as root, and no more (measured, facts/sandboxes.md 1.5). As another user it needs none."""
+
+_GVISOR_PIDS = 4096
+"""gVisor's own threads count too, some for each process inside, and it ends when it gets none (measured: 20 commands at once)."""
+
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 # It survives `kill -9 -1`, since a kernel never delivers that to the first process of its namespace, and it reaps whatever
@@ -99,7 +105,7 @@ def start(wish: Wish, folder: Path, name: str, host_key: str, authorized_keys: s
             msg = f"{whose}; name another user with --user 1000, or say --allow-root if you mean it"
             raise UsageError(msg)
         if account.uid == 0:
-            remarks.insert(0, "the agent is root inside, without capabilities")
+            remarks.insert(0, f"the agent is root inside, with what sshd needs then: {', '.join(_ROOT_CAPABILITIES)}")
         rootless = any("rootless" in option for option in info.get("SecurityOptions") or ())
         _write_configuration(folder / "conf", facts, account, host_key, authorized_keys, rootless=rootless)
         try:
@@ -163,6 +169,8 @@ def _write_configuration(
     folder.mkdir(mode=0o755, exist_ok=True)  # read inside by another uid; the folder above is 0700
     folder.chmod(0o755)  # whatever the umask is
     passwd = "".join(line + "\n" for line in facts.passwd.splitlines() if line.split(":")[0] != account.name)
+    if account.uid == 0 and "\nsshd:" not in f"\n{passwd}":
+        passwd += "sshd:x:65533:65534::/run/sshd:/bin/false\n"  # to whom it drops what speaks before the login
     # sshd refuses a key that others can read only if the key's file is its own.
     seen_as = 0 if rootless else os.getuid()
     texts = {
@@ -207,11 +215,13 @@ def _sshd_config(facts: ImageFacts, account: Account) -> str:
 
 
 def _create(engine: Engine, wish: Wish, conf: Path, name: str, facts: ImageFacts, account: Account, bundle: Bundle) -> str:
+    home = account.home if account.uid == 0 else docker_image.AGENT_HOME
     owner = f"uid={account.uid},gid={account.gid}"
     writable = {
         str(WORKSPACE): f"rw,exec,nosuid,nodev,size={wish.disk},mode=0755,{owner}",
+        **({"/run/sshd": "ro,noexec,nosuid,nodev,size=4096,mode=0755"} if account.uid == 0 else {}),
         "/tmp": f"rw,exec,nosuid,nodev,size={wish.disk // 4},mode=1777",  # noqa: S108 - the sandbox's own
-        docker_image.AGENT_HOME: f"rw,exec,nosuid,nodev,size={wish.disk // 4},mode=0700,{owner}",
+        home: f"rw,exec,nosuid,nodev,size={wish.disk // 4},mode=0700,{owner}",
     }
     read_only = {
         str(bundle.folder): str(MOUNT),
@@ -220,11 +230,13 @@ def _create(engine: Engine, wish: Wish, conf: Path, name: str, facts: ImageFacts
     }
     if not facts.has_sh:
         read_only[str(bundle.folder / "bin" / "busybox")] = "/bin/sh"
-    memory = wish.memory + wish.files
+    memory, root = wish.memory + wish.files, account.uid == 0
+    processes = wish.pids + (_GVISOR_PIDS if wish.runtime is not None and "runsc" in wish.runtime else 0)
     host = engine.create_host_config(
-        network_mode="none", cap_drop=["ALL"], read_only=True, privileged=False, init=False, ipc_mode="private",
-        security_opt=["no-new-privileges:true", f"seccomp={docker_seccomp.profile()}"],
-        tmpfs=writable, shm_size=_SHM_BYTES, pids_limit=wish.pids, mem_limit=memory, memswap_limit=memory,
+        network_mode="none", cap_drop=["ALL"], cap_add=_ROOT_CAPABILITIES if root else [], read_only=True,
+        privileged=False, init=False, ipc_mode="private",
+        security_opt=["no-new-privileges:true", f"seccomp={docker_seccomp.profile(root=root)}"],
+        tmpfs=writable, shm_size=_SHM_BYTES, pids_limit=processes, mem_limit=memory, memswap_limit=memory,
         nano_cpus=int(wish.cpus * 1e9), runtime=wish.runtime,
         log_config={"Type": "none", "Config": {}},
         ulimits=[{"Name": "core", "Soft": 0, "Hard": 0}],

@@ -61,12 +61,13 @@ _PERSONALITIES = (0x0, 0x8, 0x20000, 0x20008, 0xFFFFFFFF)
 """PER_LINUX, PER_LINUX32, both with UNAME26, and the question which one it is."""
 
 
-def profile() -> str:
-    """Return the profile as JSON text, as ``--security-opt seccomp=`` takes it."""
+def profile(*, root: bool = False) -> str:
+    """Return the profile as JSON text, as ``--security-opt seccomp=`` takes it; with ``root``, sshd may chroot."""
+    also = {"chroot"} if root else set[str]()
     allow, refuse = "SCMP_ACT_ALLOW", "SCMP_ACT_ERRNO"
     rules: list[dict[str, Any]] = [
-        {"names": sorted(_ALLOWED.split()), "action": allow},
-        {"names": sorted(_REFUSED.split()), "action": refuse, "errnoRet": errno.EPERM},
+        {"names": sorted({*_ALLOWED.split(), *also}), "action": allow},
+        {"names": sorted(set(_REFUSED.split()) - also), "action": refuse, "errnoRet": errno.EPERM},
         {"names": ["clone3"], "action": refuse, "errnoRet": errno.ENOSYS},  # its flags lie in memory: clone is asked instead
         {"names": ["clone"], "action": allow, "args": [_masked(0, _NEW_NAMESPACES)]},
         {"names": ["ioctl"], "action": allow, "args": [_compared(1, _TIOCSTI, "SCMP_CMP_NE")]},
