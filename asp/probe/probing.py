@@ -79,6 +79,9 @@ async def probe(
         return _nothing_proven(machine.name, wanted, runner.why_not)
     controls, checks = sockets
     checks += [_not_tried(target, f"more than {MAX_TARGETS} targets") for target in left_out]
+    if found and not shown.dev:
+        why = "/proc/net cannot be read, so gateways, neighbours and abstract names are not known"
+        checks.append(Check("found", "/proc/net", Verdict.NOT_PROVEN, Outcome.NOT_TRIED, Evidence.NONE, why, "found"))
     ways = await runner.try_ways(gvisor=shown.is_gvisor)
     held_control, held = await runner.try_held_sockets(listing)
     return Report(
@@ -132,6 +135,7 @@ class _Runner:
                     pieces[name].append((cell, program.call("read", Returned(file), cell, _SMALL_READ)))
         answer, _ = await self._run(program)
         if answer is None:
+            self.why_not = self.why_not or "a filter killed the program (SIGSYS)"
             return Surroundings()
         return Surroundings(
             **{name: b"".join(answer.read_into(cell, call) for cell, call in reads) for name, reads in pieces.items()},

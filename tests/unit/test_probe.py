@@ -11,6 +11,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import jsonschema
 import pytest
 from conftest import missing, trusted
 from hypothesis import given, settings
@@ -31,6 +32,7 @@ from asp.testing import InProcessSandbox
 from asp.transport import ExecResult
 
 WAIT_S = 50
+SCHEMA = json.loads((Path(__file__).parents[2] / "schema/asp-probe.schema.json").read_text())
 MACHINES = {"x86_64": X86_64, "aarch64": AARCH64}
 HERE = MACHINES.get(os.uname().machine)
 pytestmark = pytest.mark.timeout(300)
@@ -281,7 +283,7 @@ async def test_with_nothing_blocked_each_listener_is_reached(sandbox: InProcessS
     worked = {control.kind: control.worked for control in report.controls}
     assert all(worked[kind] for kind in ("tcp", "udp", "abstract", "unix")), report.controls
     assert os.listdir(sandbox.workspace) == []
-    json.dumps(report.as_json())
+    jsonschema.validate(report.as_json(), SCHEMA)
 
 
 class Saying:
@@ -313,6 +315,7 @@ async def test_a_sandbox_that_cannot_be_probed_is_not_proven(answers: list[tuple
     assert not report.blocked
     assert {check.verdict for check in report.checks} == {Verdict.NOT_PROVEN}
     assert len(report.checks) > 10
+    jsonschema.validate(report.as_json(), SCHEMA)
     assert all(why in check.why for check in report.checks), report.checks[0]
 
 
@@ -421,6 +424,7 @@ async def test_the_verb(sandbox: InProcessSandbox, tmp_path: Path) -> None:
         port = await listeners.add("tcp", "127.0.0.1", "tcp")
         status, out, err = await run("--json", "--target", f"tcp:127.0.0.1:{port}")
         result = json.loads(out)
+        jsonschema.validate(result, SCHEMA)
         assert (status, err, result["type"], result["blocked"]) == (1, "", "result", False)
         assert {"target": f"tcp:127.0.0.1:{port}", "verdict": "reached", "evidence": "strong", "origin": "given"}.items() <= (
             result["checks"][0].items()

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import jsonschema
 import pytest
 from conftest import missing
 from probe_lab import Command, Listeners, Namespace, held_tcp_listener
@@ -144,6 +145,7 @@ async def test_the_verb_says_that_all_is_blocked(box: Box) -> None:
         capture_output=True, text=True, timeout=50, stdin=subprocess.DEVNULL, check=False,
     )  # fmt: skip
     result = json.loads(done.stdout)
+    jsonschema.validate(result, json.loads((Path(__file__).parents[2] / "schema/asp-probe.schema.json").read_text()))
     assert (done.returncode, result["blocked"], done.stderr) == (0, True, ""), done
     assert result["counts"]["blocked"] == len(result["checks"])
     tried = {check["target"] for check in result["checks"]}
@@ -214,4 +216,13 @@ async def test_a_folder_that_runs_no_program_proves_nothing(tmp_path: Path) -> N
     sandbox = open_bwrap("--unshare-all", "--remount-ro", "/tmp", "--remount-ro", "/dev", "--remount-ro", "/", uid=UID)
     report = await probe(sandbox, [parse("tcp:127.0.0.1:1")], found=False)
     assert {check.verdict for check in report.checks} == {Verdict.NOT_PROVEN}
+    assert not report.blocked
+
+
+async def test_without_proc_what_is_there_to_reach_is_not_known() -> None:
+    blind = open_bwrap("--unshare-all", "--tmpfs", "/proc", uid=UID)
+    report = await probe(blind)
+    not_proven = {check.target: check.why for check in report.with_verdict(Verdict.NOT_PROVEN)}
+    assert "cannot be read" in not_proven["/proc/net"]
+    assert "/proc is not there" in not_proven["sockets held inside"]
     assert not report.blocked
