@@ -16,6 +16,7 @@ from asp.terminal import printable
 from asp_sandboxes import with_command
 
 if TYPE_CHECKING:
+    from asp_sandboxes.docker import Wish
     from asp_sandboxes.provisioning import Gone, Listed, Started
 
 INTERRUPTED = 130
@@ -54,9 +55,22 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
     up = verbs.add_parser("up", help="start a sandbox and write .asp.json into the repository's folder")
-    up.add_argument("provider", choices=["local"], help="local: bubblewrap on this machine, no Docker and no root needed")
+    up.add_argument(
+        "provider", choices=["local", "docker"],
+        help="local: bubblewrap on this machine, no Docker and no root needed; docker: a container of any image",
+    )  # fmt: skip
     up.add_argument("--name", help="what to call it (default: made from the folder's name)")
     up.add_argument("--repo", type=_folder, default=Path(), metavar="DIR", help="the repository's folder (default: this one)")
+
+    docker = up.add_argument_group("docker")
+    docker.add_argument("--image", metavar="NAME", help="an image that the engine has; needed")
+    docker.add_argument("--user", metavar="USER", help="who the agent is inside (default: the image's user, else agent, 1000)")
+    docker.add_argument("--allow-root", action="store_true", help="the agent may be root inside (without capabilities)")
+    docker.add_argument("--memory", metavar="SIZE", default="2g", help="such as 512m (%(default)s); --disk comes on top of it")
+    docker.add_argument("--disk", metavar="SIZE", default="2g", help="of the workspace, in memory (%(default)s)")
+    docker.add_argument("--cpus", type=_cpus, default=2.0, metavar="N", help="such as 1.5 (%(default)g, or what the machine has)")
+    docker.add_argument("--pids", type=_pids, default=512, metavar="N", help="processes at most (%(default)s)")
+    docker.add_argument("--runtime", metavar="NAME", help="a runtime of the engine, such as gVisor's runsc")
 
     down = verbs.add_parser("down", help="stop a sandbox and remove its workspace, keys and .asp.json")
     down.add_argument("name", nargs="?", metavar="NAME")
@@ -80,13 +94,48 @@ def _folder(text: str) -> Path:
     return Path(text)
 
 
+def _cpus(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0.01 <= float(text) <= 1024:  # noqa: PLR2004 - what the engine takes
+            return float(text)
+    msg = "must be a number of CPUs, such as 1.5"
+    raise argparse.ArgumentTypeError(msg)
+
+
+def _pids(text: str) -> int:
+    if text.isascii() and text.isdecimal() and 8 <= int(text) <= 1 << 22:  # noqa: PLR2004 - fewer are no sandbox
+        return int(text)
+    msg = "must be a whole number, 8 or more"
+    raise argparse.ArgumentTypeError(msg)
+
+
+def _wish(options: argparse.Namespace) -> "Wish | None":
+    if options.provider != "docker":
+        if options.image is not None:
+            msg = "--image is for docker: asp-sandbox up docker --image NAME"
+            raise UsageError(msg)
+        return None
+    if options.image is None:
+        msg = "say which image: asp-sandbox up docker --image NAME"
+        raise UsageError(msg)
+    from asp_sandboxes import docker  # noqa: PLC0415 - only for its sandboxes
+
+    return docker.Wish(
+        options.image, options.user, options.allow_root, docker.size(options.memory), min(options.cpus, os.cpu_count() or 1),
+        options.pids, docker.size(options.disk), options.runtime,
+    )  # fmt: skip
+
+
 def _run(options: argparse.Namespace) -> int:
     # Here, so that --help and mistakes in the arguments are answered at once.
     from asp_sandboxes import provisioning  # noqa: PLC0415
 
     match options.verb:
         case "up":
-            _say(_is_up(provisioning.up(options.provider, options.repo, options.name, _tell)))
+            started = provisioning.up(options.provider, options.repo, options.name, _tell, _wish(options))
+            for remark in started.remarks:
+                _tell(remark)
+            _say(_is_up(started))
         case "with":
             if options.words[:1] in (["-h"], ["--help"]):
                 _say(f"usage: {with_command.USAGE}")
@@ -119,7 +168,9 @@ def _is_up(started: "Started") -> str:
         here = folder == Path.cwd()
     where = "" if here else f"in {folder}, "
     how, verb = (" as it was", "diff") if started.kept else ("", "push")
-    return f"sandbox {record.name} is up: 127.0.0.1:{record.port}, workspace /workspace{how}; next, {where}type: asp {verb}"
+    return (
+        f"sandbox {record.name} is up: 127.0.0.1:{record.port}, workspace {record.directory}{how}; next, {where}type: asp {verb}"
+    )
 
 
 def _is_gone(gone: "Gone") -> str:

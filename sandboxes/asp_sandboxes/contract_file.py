@@ -18,7 +18,9 @@ _MAX_GIT_POINTER_BYTES = 4096
 LOOPBACK = "127.0.0.1"
 
 
-def document(port: int, client_key: Path, host_key: str) -> bytes:
+def document(
+    port: int, client_key: Path, host_key: str, *, user: str = bubblewrap.USER, workspace: str = str(bubblewrap.WORKSPACE)
+) -> bytes:
     """Return the contract's bytes. ``host_key`` is ``TYPE BASE64``."""
     contract = {
         "version": "0",
@@ -26,11 +28,11 @@ def document(port: int, client_key: Path, host_key: str) -> bytes:
         "connection": {
             "host": LOOPBACK,
             "port": port,
-            "user": bubblewrap.USER,
+            "user": user,
             "identity": {"file": str(client_key)},
             "host_key": host_key,
         },
-        "workspace": str(bubblewrap.WORKSPACE),
+        "workspace": workspace,
     }
     return json.dumps(contract, indent=2).encode() + b"\n"
 

@@ -25,6 +25,7 @@ from typing import Any, Protocol
 from asp.errors import AspError, TransportError, UsageError, quoted
 from asp.state import state_dir
 from asp_sandboxes import local
+from asp_sandboxes.docker_stream import DockerOrder, DockerSandbox
 from asp_sandboxes.joining import End, join
 from asp_sandboxes.peer import loopback_peer_uid, unix_peer_uid
 
@@ -114,7 +115,7 @@ class Gateway:
         """Do what is asked: ``start`` (name, order), ``stop`` (name) or ``list``. Raises AspError."""
         match request["verb"]:
             case "start":
-                return {"port": await self.start(request["name"], request["order"])}
+                return {"port": await self.start(request["name"], request["order"], int(request.get("port", 0)))}
             case "stop":
                 return {"stopped": await self.stop(request["name"])}
             case "list":
@@ -123,16 +124,16 @@ class Gateway:
                 msg = f"the gateway does not know {verb!r}"
                 raise UsageError(msg)
 
-    async def start(self, name: str, order: Mapping[str, Any]) -> int:
-        """Start a sandbox and listen for it. Returns the port. Raises UsageError."""
+    async def start(self, name: str, order: Mapping[str, Any], port: int = 0) -> int:
+        """Start a sandbox and listen for it, on ``port`` if that is free. Returns the port. Raises UsageError."""
         if name in self._served or name in self._starting:
             msg = f"a sandbox named {name} runs already"
             raise UsageError(msg)
         started = self._starting[name] = asyncio.Event()
         try:
-            sandbox: Sandbox = await local.start(local.Order.from_json(order))
+            sandbox = await _started(order)
             try:
-                served = await self._listen(sandbox)
+                served = await self._listen(sandbox, port)
             except BaseException:
                 await sandbox.stop()
                 raise
@@ -162,9 +163,8 @@ class Gateway:
             for name in list(self._served):
                 group.create_task(self.stop(name))
 
-    async def _listen(self, sandbox: Sandbox) -> Served:
-        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        listener.bind((_LOOPBACK, 0))
+    async def _listen(self, sandbox: Sandbox, wanted: int) -> Served:
+        listener = _bound(wanted)
         port: int = listener.getsockname()[1]
         served: Served
 
@@ -227,6 +227,30 @@ class Gateway:
             self.idle.set()
         else:
             self.idle.clear()
+
+
+async def _started(order: Mapping[str, Any]) -> Sandbox:
+    """Start what a provider needs on this side (S1: a provider is one function, ``open_stream``)."""
+    if order.get("provider") == "docker":
+        return DockerSandbox(DockerOrder.from_json(order))
+    return await local.start(local.Order.from_json(order))
+
+
+def _bound(wanted: int) -> socket.socket:
+    """Return a socket bound to the port that is wanted, to any free one if somebody has it."""
+    for port in (wanted, 0):
+        listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        if port:  # connections of the gateway that had it may still be closing
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((_LOOPBACK, port))
+        except OSError:
+            listener.close()
+            if not port:
+                raise
+        else:
+            return listener
+    raise AssertionError  # the last attempt returns or raises
 
 
 def _log(text: str) -> None:

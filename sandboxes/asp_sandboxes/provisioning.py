@@ -6,7 +6,9 @@ import os
 import pwd
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from asp import contract, trees, trust
 from asp.contract import CONTRACT_NAME, Contract
@@ -17,7 +19,11 @@ from asp_sandboxes import bubblewrap, contract_file, control, local, records, ru
 from asp_sandboxes.bubblewrap import Bubblewrap
 from asp_sandboxes.records import Record
 
-PROVIDERS = ("local",)
+if TYPE_CHECKING:
+    from asp_sandboxes.docker import Wish
+    from asp_sandboxes.openssh_bundle import Bundle
+
+PROVIDERS = ("local", "docker")
 
 
 @dataclass(frozen=True)
@@ -30,10 +36,11 @@ class Listed:
 
 @dataclass(frozen=True)
 class Started:
-    """What ``up`` made. ``kept``: it was taken up again, and its workspace holds what it held."""
+    """What ``up`` made. ``kept``: it was taken up again, and its workspace holds what it held. ``remarks`` are for the person."""
 
     record: Record
     kept: bool
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,7 @@ class Gone:
     contract_stays: bool
 
 
-def up(provider: str, repository: Path, name: str | None, tell: Callable[[str], None]) -> Started:
+def up(provider: str, repository: Path, name: str | None, tell: Callable[[str], None], wish: "Wish | None" = None) -> Started:
     """Start a sandbox for ``repository`` and write its contract there.
 
     A contract of a sandbox of ours that has ended is taken up again: same name and workspace, new keys, new port; what was
@@ -59,12 +66,15 @@ def up(provider: str, repository: Path, name: str | None, tell: Callable[[str], 
     if name is not None and not records.NAME.fullmatch(name):
         msg = "a sandbox's name has 1 to 31 characters: small letters, digits, hyphens, and does not begin with a hyphen"
         raise UsageError(msg)
-    found = bubblewrap.find()
+    begin = _beginning(provider, wish, tell)
     with control.exclusive():
         ended = _ended_sandbox_of(repository / CONTRACT_NAME, name)
+        if ended is not None and ended.provider != provider:
+            msg = f"the sandbox {ended.name} of this folder is of another kind; remove it: asp-sandbox down {ended.name}"
+            raise UsageError(msg)
         if ended is not None:
-            kept = _holds_something(ended.workspace)
-            return Started(_start(ended, found, replaces=ended.digest, tell=tell), kept=kept)
+            kept = provider == "local" and _holds_something(ended.workspace)
+            return dataclasses.replace(begin(ended, ended.digest), kept=kept)
         taken = _known()
         wanted = name or records.free_name(repository, taken)
         if wanted in taken:
@@ -72,7 +82,7 @@ def up(provider: str, repository: Path, name: str | None, tell: Callable[[str], 
             raise UsageError(msg)
         record = Record(name=wanted, provider=provider, contract=str(repository / CONTRACT_NAME))
         try:
-            return Started(_start(record, found, replaces=None, tell=tell), kept=False)
+            return begin(record, None)
         except BaseException:
             with contextlib.suppress(FileNotFoundError):
                 records.remove_tree(record.folder)
@@ -91,6 +101,8 @@ def down(name: str) -> Gone:
             raise UsageError(msg)
         record = known[name].record
         _stop(record)
+        if record.container:
+            _docker().remove(record.container)
         removed = True
         if record.contract:
             path = Path(record.contract)
@@ -111,6 +123,24 @@ def down(name: str) -> Gone:
 def listed() -> list[Listed]:
     """Return all sandboxes: those with a record, and what runs without one. Raises AspError."""
     return list(_known().values())
+
+
+def _beginning(provider: str, wish: "Wish | None", tell: Callable[[str], None]) -> Callable[[Record, str | None], Started]:
+    """Return what starts a sandbox of this kind; whatever can be missing on this machine is missed now. Raises UsageError."""
+    if provider == "local":
+        found = bubblewrap.find()
+        return lambda record, replaces: Started(_start(record, found, replaces=replaces, tell=tell), kept=False)
+    if wish is None:
+        msg = "say which image: --image NAME"
+        raise UsageError(msg)
+    bundle = _docker().bundle(tell)
+    return lambda record, replaces: _start_container(record, wish, bundle, replaces=replaces)
+
+
+def _docker() -> ModuleType:
+    from asp_sandboxes import docker  # noqa: PLC0415 - only for its sandboxes
+
+    return docker
 
 
 def _known() -> dict[str, Listed]:
@@ -160,7 +190,7 @@ def _contract_of(record: Record) -> Contract:
     """Return the contract as we wrote it, also when its file is gone or changed: the base tree is kept by its endpoint."""
     return Contract(
         path=Path(record.contract), digest=record.digest, host=contract_file.LOOPBACK, port=record.port,
-        host_key=record.host_key or None, workspace=bubblewrap.WORKSPACE,
+        host_key=record.host_key or None, workspace=PurePosixPath(record.directory),
     )  # fmt: skip
 
 
@@ -220,12 +250,50 @@ def _start(record: Record, found: Bubblewrap, *, replaces: str | None, tell: Cal
         host_key=host_key.export_private_key("openssh").decode(),
         authorized_keys=client_key.export_public_key("openssh").decode(),
     )  # fmt: skip
+    record = _serve(
+        record, before, order.as_json(), " ".join(host_key.export_public_key("openssh").decode().split()[:2]), replaces
+    )
+    runtime.discard_unused({staged.folder.name, *(other.runtime for other in records.load_all())})
+    return record
+
+
+def _start_container(record: Record, wish: "Wish", bundle: "Bundle", *, replaces: str | None) -> Started:
+    import asyncssh  # noqa: PLC0415 - it takes longer to load than everything else of this command
+
+    docker = _docker()
+    before = record
+    record.folder.mkdir(mode=0o700, exist_ok=True)
+    if record.container:
+        docker.remove(record.container)
+    host_key = asyncssh.generate_private_key("ssh-ed25519")
+    client_key = asyncssh.generate_private_key("ssh-ed25519")
+    write_private(record.client_key, client_key.export_private_key("openssh"))
+    record.save()  # so that a container that nobody else knows of is found again
+    made = docker.start(
+        wish, record.folder, record.name, host_key.export_private_key("openssh").decode(),
+        client_key.export_public_key("openssh").decode(), bundle,
+    )  # fmt: skip
+    try:
+        record = dataclasses.replace(
+            record, container=made.order.container, order=made.order.as_json(), wish=wish.as_json(),
+            user=made.account.name, directory=str(made.workspace),
+        )  # fmt: skip
+        record.save()
+        pin = " ".join(host_key.export_public_key("openssh").decode().split()[:2])
+        record = _serve(record, before, made.order.as_json(), pin, replaces)
+    except BaseException:
+        docker.remove(made.order.container)
+        raise
+    return Started(record, kept=False, remarks=(docker.described(wish, made), *made.remarks))
+
+
+def _serve(record: Record, before: Record, order: dict[str, Any], pin: str, replaces: str | None) -> Record:
+    """Let the gateway listen for a sandbox, and write its contract. Raises AspError; then it does neither."""
     path = Path(record.contract)
     written = ""
     try:
-        port = control.ask({"verb": "start", "name": record.name, "order": order.as_json()}, start=True)["port"]
-        pin = " ".join(host_key.export_public_key("openssh").decode().split()[:2])
-        data = contract_file.document(port, record.client_key, pin)
+        port = control.ask({"verb": "start", "name": record.name, "order": order}, start=True)["port"]
+        data = contract_file.document(port, record.client_key, pin, user=record.user, workspace=record.directory)
         written = contract_file.write(path, data, replaces=replaces)
         record = dataclasses.replace(record, port=port, digest=written, host_key=pin)
         record.save()
@@ -238,5 +306,4 @@ def _start(record: Record, found: Bubblewrap, *, replaces: str | None, tell: Cal
         if written and contract_file.remove(path, written):
             trust.forget(path)
         raise
-    runtime.discard_unused({staged.folder.name, *(other.runtime for other in records.load_all())})
     return record

@@ -5,8 +5,9 @@ import os
 import re
 import secrets
 from collections.abc import Container, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from asp.state import state_dir, write_private
 
@@ -19,6 +20,7 @@ class Record:
     """One sandbox. ``contract`` and ``digest`` say which file we wrote; ``uid`` is its own uid if root started it.
 
     ``host_key`` is the pinned key, ``TYPE BASE64``: with the port it names the pushed base tree, whatever became of the file.
+    Of a container: ``container`` is its id, ``order`` what the gateway is told of it, ``wish`` what the person asked for.
     """
 
     name: str
@@ -29,6 +31,11 @@ class Record:
     uid: int | None = None
     runtime: str = ""
     host_key: str = ""
+    container: str = ""
+    user: str = "agent"
+    directory: str = "/workspace"
+    order: dict[str, Any] = field(default_factory=dict[str, Any])
+    wish: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def folder(self) -> Path:
