@@ -4,7 +4,9 @@ The listeners are sockets of this process in the namespaces of the engine's host
 containers. What a leaky container reaches, a container of the same image without a network did not, with the same targets.
 """
 
+import asyncio
 import io
+import ipaddress
 import os
 import random
 import secrets
@@ -189,3 +191,38 @@ async def test_the_program_runs_in_gvisor() -> None:
         assert report.blocked, [str(check) for check in report.checks if check.verdict is not Verdict.BLOCKED]
         assert all(control.worked for control in report.controls)
         assert listeners.seen == []
+
+
+async def test_the_host_is_found_over_ipv6(docker: Engine) -> None:
+    """An internal network has the host's addresses of both kinds; a container without a network has neither."""
+    first, second = random.randrange(1, 1 << 16), random.randrange(1, 1 << 16)
+    network = docker.network("--internal", "--ipv6", "--subnet", f"2001:db8:{first:x}:{second:x}::/64")
+    container = docker.container(network)
+    there = docker.network_file(container)
+    # The bridge's own link-local address, and the number that the container's interface has inside.
+    lines = in_namespace(there, lambda: Path("/proc/thread-self/net/if_inet6").read_text()).splitlines()
+    inside_index = next(int(words[1], 16) for words in map(str.split, lines) if words[5] == "eth0")
+    bridge = "br-" + run("docker", "network", "inspect", "-f", "{{.Id}}", network)[:12]
+    ours: list[list[str]] = []
+    for _ in range(1000):  # until the kernel has looked for other owners of these addresses
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+        ours = [words for words in map(str.split, lines) if words[5] == bridge]
+        if ours and not any(int(words[4], 16) & 0x40 for words in ours):
+            break
+        await asyncio.sleep(0.05)
+    addresses = [str(ipaddress.IPv6Address(bytes.fromhex(words[0]))) for words in ours]
+    async with Listeners() as listeners:
+        names: dict[str, str] = {}
+        for number, address in enumerate(addresses):
+            local = address.startswith("fe80")
+            for kind in ("tcp", "udp"):
+                port = await listeners.add(kind, f"{address}%{bridge}" if local else address, f"host6-{kind}-{number}")
+                names[f"{kind}:[{address}{f'%{inside_index}' if local else ''}]:{port}"] = f"host6-{kind}-{number}"
+        targets = [parse(text) for text in names]
+        assert {target.address is not None and target.address.is_link_local for target in targets} == {True, False}
+        alone = await probe(inside(docker.container("none")), targets)
+        assert not reached(alone) & set(names)
+        assert {check.verdict for check in alone.checks if check.target in names} == {Verdict.BLOCKED}
+        leaky = await probe(inside(container), targets, found=False, wait_s=LONG_WAIT_S)
+        assert set(names) <= reached(leaky), leaky.checks
+        assert Counter(line.split()[0] for line in listeners.seen) == Counter(names.values())
