@@ -9,7 +9,7 @@ from asp.errors import UsageError
 from asp.probe.attempts import Attempt, Happened, SelfControl, attempt, self_controls, timespec
 from asp.probe.kernel import HELD, WAYS, SocketCheck, held_sockets
 from asp.probe.program import MACHINES, Answer, Cell, Machine, Program, Returned, script
-from asp.probe.report import DENIED, Check, Control, Evidence, Outcome, Report, Verdict
+from asp.probe.report import Check, Control, Evidence, Outcome, Report, Verdict
 from asp.probe.targets import MAX_TARGETS, Origin, Surroundings, Target, defaults, parse
 from asp.transport import ExecResult, Transport
 
@@ -19,6 +19,7 @@ _EXTRA_S = 60.0
 _CONTROL_WAIT_S = 10.0
 _KEEP_BYTES = 1 << 20
 _NO_FOLDER, _NOT_RUN, _KILLED_BY_FILTER = 125, 126, 128 + 31
+_KILLED = "a filter killed the program (SIGSYS) before it could tell anything"
 _AT_CWD = -100
 _SHOWN_BYTES = 40
 
@@ -133,7 +134,7 @@ class _Runner:
                     pieces[name].append((cell, program.call("read", Returned(file), cell, _SMALL_READ)))
         answer, _ = await self._run(program)
         if answer is None:
-            self.why_not = self.why_not or "a filter killed the program (SIGSYS)"
+            self.why_not = self.why_not or _KILLED
             return Surroundings()
         return Surroundings(
             **{name: b"".join(answer.read_into(cell, call) for cell, call in reads) for name, reads in pieces.items()},
@@ -156,9 +157,9 @@ class _Runner:
             one.start(program)
         for one in attempts:
             one.finish(program, limit)
-        answer, killed = await self._run(program, wait_s + 2 * _CONTROL_WAIT_S)
+        answer, _ = await self._run(program, wait_s + 2 * _CONTROL_WAIT_S)
         if answer is None:
-            self.why_not = self.why_not or f"a filter killed the program (SIGSYS: {killed})"
+            self.why_not = self.why_not or _KILLED
             return [], []
         controls = _controls(answer, mine, pings)
         return list(controls.values()), [
@@ -179,7 +180,7 @@ class _Runner:
         looking = SocketCheck(self._machine, held_sockets(listing), sees_others=b"no-proc" not in listing.splitlines())
         answer, killed = await self._run(looking.program)
         if answer is None:
-            why = "a filter killed the program" if killed else self.why_not or "the program gave no answer"
+            why = _KILLED if killed else self.why_not or "the program gave no answer"
             control = Control("inherited", worked=False, how=why)
             return control, [Check("inherited", HELD, Verdict.NOT_PROVEN, Outcome.NOT_TRIED, Evidence.NONE, why, "found")]
         control = looking.control(answer)
@@ -203,8 +204,9 @@ def _controls(answer: Answer, mine: Sequence[SelfControl], pings: dict[str, Atte
     found: dict[str, Control] = {}
     for control in mine:
         if control.kind not in found or not found[control.kind].worked:
-            worked = control.worked(answer)
-            found[control.kind] = Control(control.kind, worked, control.how if worked else f"failed: {control.how}")
+            worked, denied = control.worked(answer), control.denied(answer)
+            how = control.how if worked else f"no such socket may be made ({denied})" if denied else f"failed: {control.how}"
+            found[control.kind] = Control(control.kind, worked or denied is not None, how)
     for kind, one in pings.items():
         happened = one.happened(answer)
         if happened.outcome is Outcome.REACHED:
@@ -245,7 +247,7 @@ def _meaning(target: Target, happened: Happened) -> _Meaning:
             return _Meaning(Verdict.BLOCKED, strong, "its listener is a process of this sandbox")
         case Outcome.REACHED:
             return _Meaning(Verdict.REACHED, strong, "it answered")
-        case Outcome.DENIED | Outcome.ABSENT if happened.error in DENIED or happened.at_once:
+        case Outcome.DENIED | Outcome.ABSENT if happened.at_once:
             return _Meaning(Verdict.BLOCKED, strong, says)
         case Outcome.UNREACHABLE if happened.at_once:
             return _Meaning(Verdict.BLOCKED, strong, f"{says}, nothing was sent")

@@ -187,6 +187,8 @@ WORKED, FAILED = Control("tcp", worked=True, how=""), Control("tcp", worked=Fals
         ("tcp:127.0.0.1:80", Origin.GIVEN, Happened(Outcome.REFUSED, "ECONNREFUSED"), "blocked", "strong"),
         ("udp:192.0.2.1:80", Origin.GIVEN, Happened(Outcome.TIMED_OUT), "not proven", "weak"),
         ("icmp:192.0.2.1", Origin.DEFAULT, Happened(Outcome.DENIED, "EACCES", at_once=True), "blocked", "strong"),
+        # A firewall on the way forbids it: the packet got as far as there.
+        ("tcp:192.0.2.1:80", Origin.DEFAULT, Happened(Outcome.DENIED, "EACCES"), "not proven", "weak"),
         ("unix:/run/docker.sock", Origin.DEFAULT, Happened(Outcome.ABSENT, "ENOENT", at_once=True), "blocked", "strong"),
         ("tcp:192.0.2.1:80", Origin.GIVEN, Happened(Outcome.NOT_TRIED, "EINVAL", at_once=True), "not proven", "none"),
         ("abstract:a", Origin.FOUND, Happened(Outcome.REACHED, peer=7), "blocked", "strong"),
