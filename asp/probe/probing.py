@@ -22,6 +22,7 @@ _NO_FOLDER, _NOT_RUN, _KILLED_BY_FILTER = 125, 126, 128 + 31
 _KILLED = "a filter killed the program (SIGSYS) before it could tell anything"
 _AT_CWD = -100
 _SHOWN_BYTES = 40
+_AT_ONCE = 100  # a program of so many targets fits into its memory, and two sockets each into most limits
 
 # The shell alone: the machine from uname, or what /proc/cpuinfo says; then the sockets that its processes hold.
 _LOOK: Final = (
@@ -73,10 +74,13 @@ async def probe(
     wanted = list(dict.fromkeys(wanted))
     left_out = wanted[MAX_TARGETS:]
     wanted = wanted[:MAX_TARGETS]
-    sockets = await runner.try_sockets(wanted, wait_s)
+    controls: list[Control] = []
+    checks: list[Check] = []
+    for first in range(0, max(1, len(wanted)), _AT_ONCE):
+        controls, judged = await runner.try_sockets(wanted[first : first + _AT_ONCE], wait_s)
+        checks += judged
     if runner.why_not is not None:
         return _nothing_proven(machine.name, wanted, runner.why_not)
-    controls, checks = sockets
     checks += [_not_tried(target, f"more than {MAX_TARGETS} targets") for target in left_out]
     if found and not shown.dev:
         why = "/proc/net cannot be read, so gateways, neighbours and abstract names are not known"

@@ -322,6 +322,16 @@ async def test_a_sandbox_that_cannot_be_probed_is_not_proven(answers: list[tuple
 
 
 @linux
+async def test_many_targets_are_tried_in_turn(sandbox: InProcessSandbox, tmp_path: Path) -> None:
+    """More than one program holds, of the largest kind; the program of so many fits."""
+    many = [parse(f"icmp:127.0.{number // 256}.{number % 256}") for number in range(1, 452)]
+    async with open_transport(trusted(sandbox.document(), tmp_path), allow_same_host=True) as transport:
+        report = await probe(transport, many, found=False, wait_s=WAIT_S)
+    assert [check.target for check in report.checks if check.kind == "icmp"] == [str(target) for target in many]
+    assert "not tried" not in {check.outcome.value for check in report.checks if check.kind == "icmp"}
+
+
+@linux
 async def test_what_is_left_out_is_not_proven(sandbox: InProcessSandbox, tmp_path: Path) -> None:
     """More abstract sockets than are tried, no /proc, more held sockets than are looked at: each is said."""
     assert HERE is not None
@@ -377,7 +387,7 @@ def test_no_checks_are_no_proof() -> None:
 
 async def test_too_many_targets_are_refused() -> None:
     with pytest.raises(UsageError, match="too many"):
-        await probe(Saying((0, b"")), [parse("tcp:127.0.0.1:1")] * 201, found=False)  # type: ignore[arg-type]
+        await probe(Saying((0, b"")), [parse("tcp:127.0.0.1:1")] * 2001, found=False)  # type: ignore[arg-type]
 
 
 @linux
