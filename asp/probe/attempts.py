@@ -252,7 +252,7 @@ class SelfControl:
                 nested.enter_context(program.only_after(call))
                 return call
 
-            listener = then("socket", self._family, self._type | _FLAGS, 0, store=poll)
+            self._listener = listener = then("socket", self._family, self._type | _FLAGS, 0, store=poll)
             then("bind", Returned(listener), address, address.size)
             if self._type == _STREAM:
                 then("listen", Returned(listener), 1)
@@ -274,6 +274,12 @@ class SelfControl:
     def worked(self, answer: Answer) -> bool:
         """Whether the listener saw the client."""
         return answer.ok(self._seen)
+
+    def denied(self, answer: Answer) -> str | None:
+        """Return the kernel's name for why no such socket may be made at all, or None if one may."""
+        made = answer.result(self._listener)
+        name = error_name(-made) if made is not None and made < 0 else None
+        return name if name in DENIED else None
 
 
 def self_controls(nonce: bytes) -> list[SelfControl]:

@@ -19,7 +19,7 @@ _STREAM, _DGRAM, _RAW, _SEQPACKET = 1, 2, 3, 5
 _AT_CWD, _WRITE_ONLY = -100, 1
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _SOL_SOCKET, _SO_DOMAIN, _SO_NETNS_COOKIE = 1, 39, 71
-_UNIX, _INET = 1, 2
+_UNIX = 1
 _INHERITED = range(32)
 MAX_SOCKETS = 500
 HELD = "sockets held inside"
@@ -117,7 +117,7 @@ class SocketCheck:
         """Take what was listed in /proc, if there is one; the program looks at what it inherits itself besides."""
         self._sees_others = sees_others
         self.program = Program(machine)
-        self._made = self.program.call("socket", _INET, _STREAM, 0)
+        self._made = self.program.call("socket", _UNIX, _STREAM, 0)
         own = Returned(self._made)
         self._own = self._ask(own)
         pid = self.program.call("getpid")
@@ -147,7 +147,7 @@ class SocketCheck:
         """Say whether a copy of a socket could be taken and its namespace told."""
         if not self._sees_others:
             return Control("inherited", worked=False, how="/proc is not there to show what other processes hold")
-        if answer.integer(self._own[0]) != _INET:
+        if answer.integer(self._own[0]) != _UNIX:
             return Control("inherited", worked=False, how="the kernel does not tell a socket's family")
         if answer.ok(self._taken):
             return Control("inherited", worked=True, how="a copy of a socket of its own was taken and told from others")

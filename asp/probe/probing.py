@@ -1,6 +1,5 @@
 """Probe a sandbox over any transport: run the programs, and say what their answers mean."""
 
-import asyncio
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,9 +7,9 @@ from typing import Final
 
 from asp.errors import UsageError
 from asp.probe.attempts import Attempt, Happened, SelfControl, attempt, self_controls, timespec
-from asp.probe.kernel import HELD, WAYS, SocketCheck, Way, held_sockets
+from asp.probe.kernel import HELD, WAYS, SocketCheck, held_sockets
 from asp.probe.program import MACHINES, Answer, Cell, Machine, Program, Returned, script
-from asp.probe.report import DENIED, Check, Control, Evidence, Outcome, Report, Verdict
+from asp.probe.report import Check, Control, Evidence, Outcome, Report, Verdict
 from asp.probe.targets import MAX_TARGETS, Origin, Surroundings, Target, defaults, parse
 from asp.transport import ExecResult, Transport
 
@@ -20,9 +19,10 @@ _EXTRA_S = 60.0
 _CONTROL_WAIT_S = 10.0
 _KEEP_BYTES = 1 << 20
 _NO_FOLDER, _NOT_RUN, _KILLED_BY_FILTER = 125, 126, 128 + 31
+_KILLED = "a filter killed the program (SIGSYS) before it could tell anything"
 _AT_CWD = -100
-_WAYS_AT_ONCE = 4
 _SHOWN_BYTES = 40
+_AT_ONCE = 100  # a program of so many targets fits into its memory, and two sockets each into most limits
 
 # The shell alone: the machine from uname, or what /proc/cpuinfo says; then the sockets that its processes hold.
 _LOOK: Final = (
@@ -74,11 +74,17 @@ async def probe(
     wanted = list(dict.fromkeys(wanted))
     left_out = wanted[MAX_TARGETS:]
     wanted = wanted[:MAX_TARGETS]
-    sockets = await runner.try_sockets(wanted, wait_s)
+    controls: list[Control] = []
+    checks: list[Check] = []
+    for first in range(0, max(1, len(wanted)), _AT_ONCE):
+        controls, judged = await runner.try_sockets(wanted[first : first + _AT_ONCE], wait_s)
+        checks += judged
     if runner.why_not is not None:
         return _nothing_proven(machine.name, wanted, runner.why_not)
-    controls, checks = sockets
     checks += [_not_tried(target, f"more than {MAX_TARGETS} targets") for target in left_out]
+    if found and not shown.dev:
+        why = "/proc/net cannot be read, so gateways, neighbours and abstract names are not known"
+        checks.append(Check("found", "/proc/net", Verdict.NOT_PROVEN, Outcome.NOT_TRIED, Evidence.NONE, why, "found"))
     ways = await runner.try_ways(gvisor=shown.is_gvisor)
     held_control, held = await runner.try_held_sockets(listing)
     return Report(
@@ -132,6 +138,7 @@ class _Runner:
                     pieces[name].append((cell, program.call("read", Returned(file), cell, _SMALL_READ)))
         answer, _ = await self._run(program)
         if answer is None:
+            self.why_not = self.why_not or _KILLED
             return Surroundings()
         return Surroundings(
             **{name: b"".join(answer.read_into(cell, call) for cell, call in reads) for name, reads in pieces.items()},
@@ -154,9 +161,9 @@ class _Runner:
             one.start(program)
         for one in attempts:
             one.finish(program, limit)
-        answer, killed = await self._run(program, wait_s + 2 * _CONTROL_WAIT_S)
+        answer, _ = await self._run(program, wait_s + 2 * _CONTROL_WAIT_S)
         if answer is None:
-            self.why_not = self.why_not or f"a filter killed the program (SIGSYS: {killed})"
+            self.why_not = self.why_not or _KILLED
             return [], []
         controls = _controls(answer, mine, pings)
         return list(controls.values()), [
@@ -164,21 +171,12 @@ class _Runner:
         ]
 
     async def try_ways(self, *, gvisor: bool) -> list[Check]:
-        """Try each way out that is not an address, in a program of its own."""
-        few = asyncio.Semaphore(_WAYS_AT_ONCE)
-
-        async def run(way: Way) -> Check:
-            program, last = way.program(self._machine)
-            async with few:
-                answer, killed = await self._run(program)
-            return way.check(None if answer is None else answer.result(last), killed=killed, gvisor=gvisor)
-
-        done = await asyncio.gather(*(run(way) for way in WAYS), return_exceptions=True)
+        """Try each way out that is not an address, in a program of its own; one at a time, as some kernels need [ran: gVisor]."""
         checks: list[Check] = []
-        for one in done:  # all have ended, so none still uses a transport that its owner closes
-            if isinstance(one, BaseException):
-                raise one
-            checks.append(one)
+        for way in WAYS:
+            program, last = way.program(self._machine)
+            answer, killed = await self._run(program)
+            checks.append(way.check(None if answer is None else answer.result(last), killed=killed, gvisor=gvisor))
         return checks
 
     async def try_held_sockets(self, listing: bytes) -> tuple[Control, list[Check]]:
@@ -186,7 +184,7 @@ class _Runner:
         looking = SocketCheck(self._machine, held_sockets(listing), sees_others=b"no-proc" not in listing.splitlines())
         answer, killed = await self._run(looking.program)
         if answer is None:
-            why = "a filter killed the program" if killed else self.why_not or "the program gave no answer"
+            why = _KILLED if killed else self.why_not or "the program gave no answer"
             control = Control("inherited", worked=False, how=why)
             return control, [Check("inherited", HELD, Verdict.NOT_PROVEN, Outcome.NOT_TRIED, Evidence.NONE, why, "found")]
         control = looking.control(answer)
@@ -210,8 +208,9 @@ def _controls(answer: Answer, mine: Sequence[SelfControl], pings: dict[str, Atte
     found: dict[str, Control] = {}
     for control in mine:
         if control.kind not in found or not found[control.kind].worked:
-            worked = control.worked(answer)
-            found[control.kind] = Control(control.kind, worked, control.how if worked else f"failed: {control.how}")
+            worked, denied = control.worked(answer), control.denied(answer)
+            how = control.how if worked else f"no such socket may be made ({denied})" if denied else f"failed: {control.how}"
+            found[control.kind] = Control(control.kind, worked or denied is not None, how)
     for kind, one in pings.items():
         happened = one.happened(answer)
         if happened.outcome is Outcome.REACHED:
@@ -252,7 +251,7 @@ def _meaning(target: Target, happened: Happened) -> _Meaning:
             return _Meaning(Verdict.BLOCKED, strong, "its listener is a process of this sandbox")
         case Outcome.REACHED:
             return _Meaning(Verdict.REACHED, strong, "it answered")
-        case Outcome.DENIED | Outcome.ABSENT if happened.error in DENIED or happened.at_once:
+        case Outcome.DENIED | Outcome.ABSENT if happened.at_once:
             return _Meaning(Verdict.BLOCKED, strong, says)
         case Outcome.UNREACHABLE if happened.at_once:
             return _Meaning(Verdict.BLOCKED, strong, f"{says}, nothing was sent")

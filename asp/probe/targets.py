@@ -15,7 +15,7 @@ Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 DNS_PORT: Final = 53
 MAX_PORT: Final = 65535
-MAX_TARGETS: Final = 200
+MAX_TARGETS: Final = 2000
 _UNIX_NAME_LIMIT: Final = 107
 _FORM = (
     "name it tcp:ADDR:PORT, udp:ADDR:PORT, dns:ADDR[:PORT], icmp:ADDR (an IPv6 address in brackets), abstract:NAME or unix:PATH"

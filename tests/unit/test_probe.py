@@ -11,6 +11,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import jsonschema
 import pytest
 from conftest import missing, trusted
 from hypothesis import given, settings
@@ -31,6 +32,7 @@ from asp.testing import InProcessSandbox
 from asp.transport import ExecResult
 
 WAIT_S = 50
+SCHEMA = json.loads((Path(__file__).parents[2] / "schema/asp-probe.schema.json").read_text())
 MACHINES = {"x86_64": X86_64, "aarch64": AARCH64}
 HERE = MACHINES.get(os.uname().machine)
 pytestmark = pytest.mark.timeout(300)
@@ -185,6 +187,8 @@ WORKED, FAILED = Control("tcp", worked=True, how=""), Control("tcp", worked=Fals
         ("tcp:127.0.0.1:80", Origin.GIVEN, Happened(Outcome.REFUSED, "ECONNREFUSED"), "blocked", "strong"),
         ("udp:192.0.2.1:80", Origin.GIVEN, Happened(Outcome.TIMED_OUT), "not proven", "weak"),
         ("icmp:192.0.2.1", Origin.DEFAULT, Happened(Outcome.DENIED, "EACCES", at_once=True), "blocked", "strong"),
+        # A firewall on the way forbids it: the packet got as far as there.
+        ("tcp:192.0.2.1:80", Origin.DEFAULT, Happened(Outcome.DENIED, "EACCES"), "not proven", "weak"),
         ("unix:/run/docker.sock", Origin.DEFAULT, Happened(Outcome.ABSENT, "ENOENT", at_once=True), "blocked", "strong"),
         ("tcp:192.0.2.1:80", Origin.GIVEN, Happened(Outcome.NOT_TRIED, "EINVAL", at_once=True), "not proven", "none"),
         ("abstract:a", Origin.FOUND, Happened(Outcome.REACHED, peer=7), "blocked", "strong"),
@@ -281,7 +285,7 @@ async def test_with_nothing_blocked_each_listener_is_reached(sandbox: InProcessS
     worked = {control.kind: control.worked for control in report.controls}
     assert all(worked[kind] for kind in ("tcp", "udp", "abstract", "unix")), report.controls
     assert os.listdir(sandbox.workspace) == []
-    json.dumps(report.as_json())
+    jsonschema.validate(report.as_json(), SCHEMA)
 
 
 class Saying:
@@ -313,7 +317,18 @@ async def test_a_sandbox_that_cannot_be_probed_is_not_proven(answers: list[tuple
     assert not report.blocked
     assert {check.verdict for check in report.checks} == {Verdict.NOT_PROVEN}
     assert len(report.checks) > 10
+    jsonschema.validate(report.as_json(), SCHEMA)
     assert all(why in check.why for check in report.checks), report.checks[0]
+
+
+@linux
+async def test_many_targets_are_tried_in_turn(sandbox: InProcessSandbox, tmp_path: Path) -> None:
+    """More than one program holds, of the largest kind; the program of so many fits."""
+    many = [parse(f"icmp:127.0.{number // 256}.{number % 256}") for number in range(1, 452)]
+    async with open_transport(trusted(sandbox.document(), tmp_path), allow_same_host=True) as transport:
+        report = await probe(transport, many, found=False, wait_s=WAIT_S)
+    assert [check.target for check in report.checks if check.kind == "icmp"] == [str(target) for target in many]
+    assert "not tried" not in {check.outcome.value for check in report.checks if check.kind == "icmp"}
 
 
 @linux
@@ -372,7 +387,7 @@ def test_no_checks_are_no_proof() -> None:
 
 async def test_too_many_targets_are_refused() -> None:
     with pytest.raises(UsageError, match="too many"):
-        await probe(Saying((0, b"")), [parse("tcp:127.0.0.1:1")] * 201, found=False)  # type: ignore[arg-type]
+        await probe(Saying((0, b"")), [parse("tcp:127.0.0.1:1")] * 2001, found=False)  # type: ignore[arg-type]
 
 
 @linux
@@ -421,6 +436,7 @@ async def test_the_verb(sandbox: InProcessSandbox, tmp_path: Path) -> None:
         port = await listeners.add("tcp", "127.0.0.1", "tcp")
         status, out, err = await run("--json", "--target", f"tcp:127.0.0.1:{port}")
         result = json.loads(out)
+        jsonschema.validate(result, SCHEMA)
         assert (status, err, result["type"], result["blocked"]) == (1, "", "result", False)
         assert {"target": f"tcp:127.0.0.1:{port}", "verdict": "reached", "evidence": "strong", "origin": "given"}.items() <= (
             result["checks"][0].items()

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 from collections import Counter
@@ -15,6 +16,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
+import jsonschema
 import pytest
 from conftest import missing
 from probe_lab import Command, Listeners, Namespace, held_tcp_listener
@@ -144,6 +146,7 @@ async def test_the_verb_says_that_all_is_blocked(box: Box) -> None:
         capture_output=True, text=True, timeout=50, stdin=subprocess.DEVNULL, check=False,
     )  # fmt: skip
     result = json.loads(done.stdout)
+    jsonschema.validate(result, json.loads((Path(__file__).parents[2] / "schema/asp-probe.schema.json").read_text()))
     assert (done.returncode, result["blocked"], done.stderr) == (0, True, ""), done
     assert result["counts"]["blocked"] == len(result["checks"])
     tried = {check["target"] for check in result["checks"]}
@@ -215,3 +218,44 @@ async def test_a_folder_that_runs_no_program_proves_nothing(tmp_path: Path) -> N
     report = await probe(sandbox, [parse("tcp:127.0.0.1:1")], found=False)
     assert {check.verdict for check in report.checks} == {Verdict.NOT_PROVEN}
     assert not report.blocked
+
+
+async def test_without_proc_what_is_there_to_reach_is_not_known() -> None:
+    blind = open_bwrap("--unshare-all", "--tmpfs", "/proc", uid=UID)
+    report = await probe(blind)
+    not_proven = {check.target: check.why for check in report.with_verdict(Verdict.NOT_PROVEN)}
+    assert "cannot be read" in not_proven["/proc/net"]
+    assert "/proc is not there" in not_proven["sockets held inside"]
+    assert not report.blocked
+
+
+def seccomp(folder: Path, *families: tuple[int, int]) -> Path:
+    """Write a filter that answers socket(FAMILY) with an action, and allows all else."""
+    number = 41 if os.uname().machine == "x86_64" else 198
+    code = [(0x20, 0, 0, 0), (0x15, 0, 1 + 2 * len(families), number), (0x20, 0, 0, 16)]
+    for family, action in families:
+        code += [(0x15, 0, 1, family), (0x06, 0, 0, action)]
+    path = folder / "filter"
+    path.write_bytes(b"".join(struct.pack("<HBBI", *line) for line in (*code, (0x06, 0, 0, 0x7FFF0000))))
+    path.chmod(0o644)
+    return path
+
+
+async def test_what_a_filter_refuses_is_blocked_by_name(tmp_path: Path) -> None:
+    """An errno or SIGSYS of the filter's is the kernel's own word; no listener is needed to believe it."""
+    open_bwrap()  # or skip
+    rules = seccomp(tmp_path, (2, 0x00050000 | 1), (40, 0x80000000))  # AF_INET: EPERM; AF_VSOCK: killed
+    start = f'exec 9<"{rules}"; exec bwrap {" ".join(FILES)} --unshare-all --seccomp 9 "$@"'
+    report = await probe(Command(["sh", "-c", start, "sh"]), [parse("tcp:127.0.0.1:9"), parse("tcp:[::1]:9")], found=False)
+    by_target = {check.target: check for check in report.checks}
+    assert (by_target["tcp:127.0.0.1:9"].error, by_target["tcp:127.0.0.1:9"].verdict) == ("EPERM", Verdict.BLOCKED)
+    assert (by_target["AF_VSOCK stream"].error, by_target["AF_VSOCK stream"].verdict) == ("SIGSYS", Verdict.BLOCKED)
+    controls = {control.kind: control for control in report.controls}
+    assert (controls["tcp"].worked, controls["tcp"].how) == (True, "no such socket may be made (EPERM)")
+    assert controls["tcp6"].worked
+    assert by_target["sockets held inside"].verdict is Verdict.BLOCKED
+    # Killed at the first socket, the program tells nothing: not proven.
+    start = start.replace(str(rules), str(seccomp(tmp_path, (2, 0x80000000))))
+    report = await probe(Command(["sh", "-c", start, "sh"]), [parse("tcp:127.0.0.1:9")], found=False)
+    assert {check.verdict for check in report.checks} == {Verdict.NOT_PROVEN}
+    assert "SIGSYS" in report.checks[0].why
