@@ -17,6 +17,7 @@ from asp.archive import Pushed, TreeError
 from asp.contract import Contract
 from asp.errors import UsageError, quoted
 from asp.patch import Entry, patch
+from asp.pull import pack_entries
 from asp.state import state_dir
 from asp.transport import Stream, Transport
 
@@ -73,6 +74,15 @@ def _packed(contract: Contract, root: Path) -> Iterator[tuple[bytes, Pushed, Cal
             yield temporary.read_bytes(), report, lambda: _rename(temporary, folder / _BASE)
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def keep_as_base(contract: Contract, entries: Mapping[bytes, Entry]) -> None:
+    """Let the tree that was taken be what the next diff and pull compare with."""
+    folder = base_folder(contract)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".base.", delete=False) as packed:
+        pack_entries(entries, packed)
+        packed.flush()
+        Path(packed.name).rename(folder / _BASE)
 
 
 def _rename(old: Path, new: Path) -> None:

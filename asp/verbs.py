@@ -64,7 +64,18 @@ def add_to(commands: "argparse._SubParsersAction[Parser]") -> None:  # pyright: 
     )  # fmt: skip
     diff.set_defaults(run=cmd_diff)
 
-    for parser in (execute, read, write, push, diff):
+    pull = commands.add_parser(
+        "pull", help="take what changed in the workspace into the folder",
+        description="Show what changed in the workspace since the push, ask, and take it into the contract's folder: all of it "
+        "or nothing. What changed here too is never overwritten; names and links that lead elsewhere are refused.",
+        epilog="exit status: 0 taken, or nothing changed; 1 not taken",
+    )  # fmt: skip
+    choice = pull.add_mutually_exclusive_group()
+    choice.add_argument("--apply", action="store_true", help="do not ask, take it")
+    choice.add_argument("--no-apply", action="store_true", help="do not ask, only show")
+    pull.set_defaults(run=cmd_pull)
+
+    for parser in (execute, read, write, push, diff, pull):
         parser.add_argument("--contract", metavar="FILE", help="use this contract; naming it is trusting it")
         parser.add_argument("--allow-same-host", action="store_true", help="the sandbox may be this machine")
 
@@ -249,3 +260,34 @@ def cmd_diff(args: argparse.Namespace) -> int:
         print(f"asp: warning: {line}", file=sys.stderr)
     return 0
 
+
+def cmd_pull(args: argparse.Namespace) -> int:
+    """Show the patch and what would run by itself; take it if somebody says so."""
+    from asp import pull, trees  # noqa: PLC0415
+
+    async def run(transport: Transport, trusted: trust.TrustedContract) -> "tuple[trees.Difference, pull.Plan]":
+        found = await trees.diff(transport, trusted.contract)
+        root = trusted.contract.path.resolve().parent
+        made = await asyncio.to_thread(pull.plan, root, found.old, found.new, found.odd)
+        await _Output().receive(Stream.STDOUT, await asyncio.to_thread(found.patch), last=True)
+        return found, made
+
+    found, made = _with_transport(args, run)
+    if not made.changes:
+        print("asp: nothing to take", file=sys.stderr)
+        return 0
+    red, plain = ("\x1b[31m", "\x1b[0m") if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else ("", "")
+    for line in made.warnings:
+        print(f"asp: {red}look at this before you take it: {line}{plain}", file=sys.stderr)
+    count = f"{len(made.changes)} file{'s' if len(made.changes) != 1 else ''}"
+    if not args.apply and not args.no_apply and sys.stdin.isatty() and sys.stderr.isatty():
+        print(f"asp: take {count} into {printable(str(made.root), newlines=False)}? [y/N] ", end="", file=sys.stderr, flush=True)
+        args.apply = sys.stdin.readline().strip().lower() in {"y", "yes"}
+    if not args.apply:
+        hint = "" if args.no_apply else "; to take it without a terminal, pass --apply"
+        print(f"asp: nothing was taken{hint}", file=sys.stderr)
+        return 1
+    pull.apply(made)
+    trees.keep_as_base(trust.resolve(args.contract, Path()).contract, found.new)
+    print(f"asp: took {count}", file=sys.stderr)
+    return 0
