@@ -72,6 +72,9 @@ def _parser() -> argparse.ArgumentParser:
     docker.add_argument("--pids", type=_pids, default=512, metavar="N", help="processes at most (%(default)s)")
     docker.add_argument("--runtime", metavar="NAME", help="a runtime of the engine, such as gVisor's runsc")
 
+    begin = verbs.add_parser("start", help="start a sandbox again that has ended; a container is served again")
+    begin.add_argument("name", metavar="NAME")
+
     down = verbs.add_parser("down", help="stop a sandbox and remove its workspace, keys and .asp.json")
     down.add_argument("name", nargs="?", metavar="NAME")
     down.add_argument("--all", action="store_true", help="all sandboxes of this user")
@@ -126,7 +129,7 @@ def _wish(options: argparse.Namespace) -> "Wish | None":
     )  # fmt: skip
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace) -> int:  # noqa: C901 - one case a verb
     # Here, so that --help and mistakes in the arguments are answered at once.
     from asp_sandboxes import provisioning  # noqa: PLC0415
 
@@ -136,6 +139,8 @@ def _run(options: argparse.Namespace) -> int:
             for remark in started.remarks:
                 _tell(remark)
             _say(_is_up(started))
+        case "start":
+            _say(_is_up(provisioning.start(options.name, _tell)))
         case "with":
             if options.words[:1] in (["-h"], ["--help"]):
                 _say(f"usage: {with_command.USAGE}")

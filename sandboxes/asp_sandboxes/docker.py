@@ -126,22 +126,44 @@ def start(wish: Wish, folder: Path, name: str, host_key: str, authorized_keys: s
 
 def remove(container: str) -> None:
     """Remove a container, whatever it does. One that is not there is fine. Raises DockerFailed, EngineGone."""
+    with contextlib.closing(docker_engine.connect()) as engine:
+        _remove(engine, container)
+
+
+def remove_all(owner: Path, name: str) -> None:
+    """Remove every container of a sandbox, also one that a killed ``up`` had no time to note. Raises DockerFailed, EngineGone."""
+    with contextlib.closing(docker_engine.connect()) as engine:
+        labels = [f"{OWNER_LABEL}={owner}", f"{LABEL}={name}"]
+        for found in engine.containers(all=True, filters={"label": labels}):
+            _remove(engine, str(found["Id"]))
+
+
+def _remove(engine: Engine, container: str) -> None:
+    from docker.errors import APIError, NotFound  # noqa: PLC0415 - as above
+
+    try:
+        engine.remove_container(container, force=True, v=True)
+    except NotFound:
+        pass
+    except APIError as error:
+        if "already in progress" in docker_engine.explain(error):  # somebody else does it
+            return
+        msg = f"the container {container[:12]} cannot be removed: {docker_engine.explain(error)}"
+        raise docker_engine.DockerFailed(msg) from error
+
+
+def is_running(container: str) -> bool:
+    """Whether a container runs. Raises EngineGone, DockerFailed."""
     from docker.errors import APIError, NotFound  # noqa: PLC0415 - as above
 
     with contextlib.closing(docker_engine.connect()) as engine:
         try:
-            engine.remove_container(container, force=True, v=True)
+            return bool(engine.inspect_container(container)["State"]["Running"])
         except NotFound:
-            pass
+            return False
         except APIError as error:
-            msg = f"the container {container[:12]} cannot be removed: {docker_engine.explain(error)}"
+            msg = f"the container {container[:12]} cannot be looked at: {docker_engine.explain(error)}"
             raise docker_engine.DockerFailed(msg) from error
-
-
-def ours(engine: Engine, owner: str) -> dict[str, str]:
-    """Return the containers that this user's state directory made: id by sandbox's name."""
-    found: list[dict[str, Any]] = engine.containers(all=True, filters={"label": f"{OWNER_LABEL}={owner}"})
-    return {str(one["Labels"][LABEL]): str(one["Id"]) for one in found}
 
 
 def _check(wish: Wish, info: dict[str, Any]) -> None:

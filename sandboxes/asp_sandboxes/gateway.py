@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import resource
+import secrets
 import signal
 import socket
 import sys
@@ -40,6 +41,8 @@ _BACKLOG = 64
 _MAX_LOG_LINES = 1000
 _log_lines = itertools.count(1)
 _LOOPBACK = "127.0.0.1"
+_PORTS = range(20_000, 32_768)
+_PORT_TRIES = 50
 
 
 class Sandbox(Protocol):
@@ -237,20 +240,26 @@ async def _started(order: Mapping[str, Any]) -> Sandbox:
 
 
 def _bound(wanted: int) -> socket.socket:
-    """Return a socket bound to the port that is wanted, to any free one if somebody has it."""
-    for port in (wanted, 0):
+    """Return a socket bound to the port that is wanted, to any free one if somebody has it.
+
+    A new port is below those that the kernel gives to outgoing connections (32768 and up on Linux): one of these could have
+    it just when a gateway that was killed is started again.
+    """
+    new = (secrets.choice(_PORTS) for _ in range(_PORT_TRIES))
+    for port in filter(None, itertools.chain([wanted], new)):
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        if port:  # connections of the gateway that had it may still be closing
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Connections of the gateway that had it may still be closing. On Linux this takes no port from anybody who listens.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((_LOOPBACK, port))
+            listener.listen(_BACKLOG)
         except OSError:
             listener.close()
-            if not port:
-                raise
         else:
             return listener
-    raise AssertionError  # the last attempt returns or raises
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind((_LOOPBACK, 0))
+    return listener
 
 
 def _log(text: str) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from asp import contract, trees, trust
 from asp.contract import CONTRACT_NAME, Contract
 from asp.errors import AspError, UsageError
-from asp.state import write_private
+from asp.state import state_dir, write_private
 from asp.terminal import printable
 from asp_sandboxes import bubblewrap, contract_file, control, local, records, runtime
 from asp_sandboxes.bubblewrap import Bubblewrap
@@ -101,8 +101,8 @@ def down(name: str) -> Gone:
             raise UsageError(msg)
         record = known[name].record
         _stop(record)
-        if record.container:
-            _docker().remove(record.container)
+        if record.provider == "docker":
+            _docker().remove_all(state_dir(), record.name)
         removed = True
         if record.contract:
             path = Path(record.contract)
@@ -121,8 +121,55 @@ def down(name: str) -> Gone:
 
 
 def listed() -> list[Listed]:
-    """Return all sandboxes: those with a record, and what runs without one. Raises AspError."""
-    return list(_known().values())
+    """Return all sandboxes: those with a record, and what runs without one. Raises AspError.
+
+    Containers outlive a gateway that was killed; they are served again, on the ports that they had.
+    """
+    known = _known()
+    if any(found.record.container and not found.running for found in known.values()):
+        with control.exclusive():
+            for found in _known().values():
+                if found.record.container and not found.running:
+                    _serve_again(found.record)
+        known = _known()
+    return list(known.values())
+
+
+def start(name: str, tell: Callable[[str], None]) -> Started:
+    """Start a sandbox that has ended: a local one with the files it had, a container that still runs as it is.
+
+    Raises UsageError: there is no such sandbox, or its container is gone.
+    """
+    known = {found.record.name: found for found in listed()}
+    if name not in known:
+        msg = f"there is no sandbox named {name!r} (there are: {', '.join(known) or 'none'})"
+        raise UsageError(msg)
+    record = known[name].record
+    if known[name].running:
+        return Started(record, kept=True)
+    if record.provider != "local":
+        msg = f"the container of {name} is gone, and with it what it held; make a new one: asp-sandbox up {record.provider}"
+        raise UsageError(msg)
+    return up(record.provider, Path(record.contract).parent, name, tell)
+
+
+def _serve_again(record: Record) -> None:
+    """Let the gateway listen for a container again, if that still runs. The contract follows to another port, if it is ours."""
+    if not _docker().is_running(record.container):
+        return
+    port = int(
+        control.ask({"verb": "start", "name": record.name, "order": record.order, "port": record.port}, start=True)["port"]
+    )
+    if port == record.port:
+        return
+    path = Path(record.contract)
+    moved = dataclasses.replace(record, port=port)
+    if record.digest and contract_file.digest_of(path) == record.digest:
+        data = contract_file.document(port, record.client_key, record.host_key, user=record.user, workspace=record.directory)
+        moved = dataclasses.replace(moved, digest=contract_file.write(path, data, replaces=record.digest))
+        trust.remember(contract.load(path))
+        trees.move_base(_contract_of(record), _contract_of(moved))
+    moved.save()
 
 
 def _beginning(provider: str, wish: "Wish | None", tell: Callable[[str], None]) -> Callable[[Record, str | None], Started]:
@@ -263,8 +310,7 @@ def _start_container(record: Record, wish: "Wish", bundle: "Bundle", *, replaces
     docker = _docker()
     before = record
     record.folder.mkdir(mode=0o700, exist_ok=True)
-    if record.container:
-        docker.remove(record.container)
+    docker.remove_all(state_dir(), record.name)
     host_key = asyncssh.generate_private_key("ssh-ed25519")
     client_key = asyncssh.generate_private_key("ssh-ed25519")
     write_private(record.client_key, client_key.export_private_key("openssh"))

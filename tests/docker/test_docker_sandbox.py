@@ -225,12 +225,13 @@ async def test_hostile_commands_end_with_clear_errors_and_a_neighbour_does_not_n
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_one_line(docker_lab: DockerLab, tmp_path: Path, words: tuple[str, ...], complaint: str) -> None:
-    before = docker("ps", "-aq").stdout
+    ours = ("ps", "-aq", "--filter", f"label=asp-sandbox-owner={docker_lab.state}")
+    before = docker(*ours).stdout
     done = docker_lab.run("up", "docker", *words, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert complaint in done.stderr
     assert not (tmp_path / ".asp.json").exists()
-    assert docker("ps", "-aq").stdout == before
+    assert docker(*ours).stdout == before
     assert [row["name"] for row in docker_lab.listed() if str(tmp_path) in str(row["contract"])] == []
 
 
