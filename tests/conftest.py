@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 from asp import contract, trust
 from asp.testing import InProcessSandbox
 
+# Started by nohup we would ignore it, and with us every command that a test starts in this process.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
 PRIVATE = ("ANTHROPIC_", "OPENAI_", "ASP_CONTRACT", "SSH_AUTH_SOCK")
 
 

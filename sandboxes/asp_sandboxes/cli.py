@@ -26,7 +26,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit status: 0 done, 1 failed, 2 configuration, 4 the sandbox or gateway is lost."""
     stdio.ready()
     try:
-        options = _parser().parse_args(argv)
+        words = list(sys.argv[1:] if argv is None else argv)
+        options = argparse.Namespace(verb="with", words=words[1:]) if words[:1] == ["with"] else _parser().parse_args(words)
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.default_int_handler)  # each is one Ctrl-C (L7): what was begun is taken back
         status = _run(options)

@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,7 @@ def test_every_command_exists_with_its_words() -> None:
 
 
 def test_the_contract_is_one(tmp_path: Path) -> None:
-    (block,) = blocks("json")
+    (block,) = [block for block in blocks("json") if "transport" in block]
     path = tmp_path / ".asp.json"
     path.write_text(block)
     path.chmod(0o600)
@@ -67,6 +68,13 @@ async def test_the_program_runs(sandbox: InProcessSandbox, tmp_path: Path, monke
     )
     out, err = await asyncio.wait_for(process.communicate(), 30)
     assert out.decode().splitlines() == ["3 b'12 notes.txt\\n'".replace("12", "6"), "b'hello\\n'"], err
+
+
+def test_the_mcp_snippets_name_a_command_that_exists() -> None:
+    (cursor,) = [json.loads(block)["mcpServers"]["workspace"] for block in blocks("json") if "mcpServers" in block]
+    (codex,) = [tomllib.loads(block)["mcp_servers"]["workspace"] for block in blocks("toml")]
+    assert cursor == codex == {"command": "asp-agent", "args": ["mcp"]}
+    assert "-- asp-agent mcp`" in README
 
 
 def test_figures_are_measured() -> None:
