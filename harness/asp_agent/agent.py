@@ -14,10 +14,22 @@ from asp_agent import compact, wording
 from asp_agent.calls import Calls, End, stopped_end
 from asp_agent.decide import Approve, Decide, allow_all, nobody_approves
 from asp_agent.display import Display, Outcome, reason_of
-from asp_agent.errors import ModelUnavailable
+from asp_agent.errors import ContextFull, ModelUnavailable
 from asp_agent.history import History, with_unique_ids
 from asp_agent.limits import Cause, Limits, Stopped, Watch
-from asp_agent.messages import AssistantTurn, Model, Request, Retrying, Stop, TextDelta, ToolSchema, Turn, TurnDone, UserTurn
+from asp_agent.messages import (
+    AssistantTurn,
+    Model,
+    Request,
+    Retrying,
+    Stop,
+    TextDelta,
+    ToolSchema,
+    Turn,
+    TurnDone,
+    Usage,
+    UserTurn,
+)
 from asp_agent.meter import Meter
 from asp_agent.redact import Redactor, StreamRedactor
 from asp_agent.run import RunFolder
@@ -144,6 +156,10 @@ class Agent:
                                 self.display.retrying(self.redact(reason), wait_s, attempt)
                             case TurnDone(whole):
                                 turn = whole
+        except ContextFull as full:
+            if self._shortened:
+                raise
+            return AssistantTurn("", (), Stop.CONTEXT_FULL, Usage(), ("", "", ""), stop_detail=str(full))
         finally:
             self.display.text(shown.rest())
             text = turn.text if turn is not None else "".join(pieces)

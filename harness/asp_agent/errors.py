@@ -25,6 +25,10 @@ class ModelRefused(ModelError):
     exit_code = 1
 
 
+class ContextFull(ModelRefused):
+    """The API refuses the request because the conversation is longer than the model's context window."""
+
+
 class ModelUnavailable(ModelError):
     """The API did not give a whole answer after the last try."""
 

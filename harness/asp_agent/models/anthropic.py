@@ -32,7 +32,7 @@ from anthropic import (
 from anthropic.types import MessageParam, ToolUnionParam
 
 from asp.errors import quoted
-from asp_agent.errors import ModelError, ModelRefused, ModelSetupError
+from asp_agent.errors import ContextFull, ModelError, ModelRefused, ModelSetupError
 from asp_agent.messages import ModelEvent, Request, TextDelta, TurnDone
 from asp_agent.models.anthropic_wire import Answer, BadStream, EventLines, encodable, messages
 from asp_agent.models.retry import AttemptFailed, RetryPolicy, may_pass_later, retry_after_s
@@ -233,7 +233,7 @@ class AnthropicModel:
         if status == HTTPStatus.NOT_FOUND:
             return ModelSetupError(f"{self.name}: no such model, or a wrong --base-url{reason}")
         if status == HTTPStatus.BAD_REQUEST and _OVERFLOW.search(text):
-            return ModelRefused(f"{self.name}: the context is full{reason}")
+            return ContextFull(f"{self.name}: the context is full{reason}")
         why = {402: "payment is required", 403: "not permitted", 413: "the request is too large"}
         return ModelRefused(f"{self.name}: {why.get(status, 'the request was refused')}{reason}")
 

@@ -25,6 +25,7 @@ _STOPS = {
 }
 _REFUSED_IN_NAMES = re.compile(r"[^a-zA-Z0-9_-]")
 # A CR at the end may be half of CR LF, so it waits for what follows.
+DONE = "[DONE]"
 _LINE_END = re.compile(rb"\r\n|\n|\r(?=[^\n])")
 _MAX_DEPTH = 100
 _ITEM_DEPTH = 10  # an item is checked as if it stood this deep, so that it fits into a request as well (4 levels down)
@@ -58,7 +59,9 @@ class EventLines:
             elif not line:
                 data, event = "\n".join(self._data), self._name
                 self._data, self._name = [], ""
-                if data:
+                if data == DONE:  # how OpenAI's Chat API ends a stream
+                    yield {"type": DONE}
+                elif data:
                     yield {"type": event, **_event(data)}
 
 
