@@ -229,9 +229,9 @@ def test_only_a_regular_file_of_a_sane_size_is_read(tmp_path: Path) -> None:
     open_model(f"scripted/{file}")
 
 
-@pytest.mark.parametrize("spec", ["", "claude", "/x", "anthropic", "anthropic/", "openai/gpt-6", "mock/x\x1b[2J"])
+@pytest.mark.parametrize("spec", ["", "claude", "/x", "anthropic", "anthropic/", "openapi/gpt-6", "mock/x\x1b[2J"])
 def test_an_unknown_model_names_the_known_ones(spec: str) -> None:
-    with pytest.raises(ModelSetupError, match=r"known: anthropic/NAME, scripted/FILE\.json$") as caught:
+    with pytest.raises(ModelSetupError, match=r"known: anthropic/NAME, openai/NAME, .* scripted/FILE\.json$") as caught:
         open_model(spec)
     assert str(caught.value).isprintable()
 
