@@ -12,6 +12,7 @@ from asp import stdio
 from asp_agent import mcp_command
 from asp_agent.limits import DEFAULT_MAX_TURNS
 
+EFFORTS = ("low", "medium", "high", "xhigh", "max")
 EXIT_CODES = "Exit: 0 done, 1 failed, 2 configuration, 3 limit, 4 transient or sandbox lost, 130 interrupted."
 
 
@@ -50,6 +51,8 @@ def _add_run(commands: "argparse._SubParsersAction[stdio.Parser]") -> None:  # p
     model = run.add_argument_group("model")
     model.add_argument("--model", metavar="PROVIDER/NAME", help="the model; scripted/FILE.json plays a file and calls none")
     model.add_argument("--base-url", metavar="URL", help="another address of the model's API")
+    model.add_argument("--effort", choices=EFFORTS, help="how much the model thinks, where its API has a word for it")
+    model.add_argument("--no-context-files", action="store_true", help="leave AGENTS.md and CLAUDE.md of the workspace out")
 
     limits = run.add_argument_group("limits")
     limits.add_argument(

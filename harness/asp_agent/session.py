@@ -99,7 +99,7 @@ class Session:
             folder = resume.latest(trusted.contract) if options.go_on else runs.find(options.resume)
             resumed = resume.resume(folder, trusted.contract, task)
         name = options.model or (resumed.model if resumed else models.DEFAULT_MODEL)
-        model = models.open_model(name, base_url=options.base_url)
+        model = models.open_model(name, base_url=options.base_url, effort=options.effort)
         price = pricing.parse_price(options.price) if options.price else pricing.known_price(name, options.base_url)
         meter = Meter(price, options.max_budget_usd, options.max_tokens_total)
         if resumed is not None:
@@ -119,7 +119,7 @@ class Session:
 
     async def _work(self, parts: _Parts) -> None:
         from asp import identity, ssh  # noqa: PLC0415 - not for --help
-        from asp_agent import approvals, prompt  # noqa: PLC0415 - not for --help
+        from asp_agent import approvals, context_files, prompt  # noqa: PLC0415 - not for --help
         from asp_agent.agent import Agent  # noqa: PLC0415 - not for --help
         from asp_agent.run import RunFolder  # noqa: PLC0415 - not for --help
         from asp_agent.tools import DEFAULT_TOOLS  # noqa: PLC0415 - not for --help
@@ -146,8 +146,11 @@ class Session:
                         ssh.open_transport(parts.trusted, allow_same_host=options.allow_same_host)
                     )
                     facts = await prompt.look(transport)
+                    notes = [] if options.no_context_files else await context_files.read(transport, redact)
                 self._display.start(header)  # not before: a run that cannot begin is one line
-                system = prompt.system_prompt(facts, str(transport.workspace))
+                if notes:
+                    self._note(f"the prompt holds {', '.join(one.described() for one in notes)}")
+                system = prompt.system_prompt(facts, str(transport.workspace)) + context_files.prompt(notes)
                 self._folder.event("start", system=system, facts=facts)
                 self._agent = agent = Agent(
                     model, transport, DEFAULT_TOOLS, system, self._folder, self._display, redact, watch, limits,

@@ -29,7 +29,7 @@ from anthropic import (
     Timeout,
     omit,
 )
-from anthropic.types import MessageParam, ToolUnionParam
+from anthropic.types import MessageParam, OutputConfigParam, ToolUnionParam
 
 from asp.errors import quoted
 from asp_agent.errors import ContextFull, ModelError, ModelRefused, ModelSetupError
@@ -77,6 +77,7 @@ class AnthropicModel:
         max_tokens: int = MAX_TOKENS,
         read_timeout_s: float = READ_TIMEOUT_S,
         retry: RetryPolicy | None = None,
+        effort: str | None = None,
     ) -> None:
         """Take the key, the address and the headers where the SDK finds them (ANTHROPIC_*, its profiles on disk).
 
@@ -87,6 +88,7 @@ class AnthropicModel:
         self._model = str(encodable(name))  # a command line may hold bytes that are not UTF-8
         self._source = ("anthropic", "messages", name)
         self._max_tokens = max_tokens
+        self._effort = effort
         self._read_timeout_s = read_timeout_s
         self._retry = retry or RetryPolicy()
         self._sent_keys: set[str] = set()
@@ -189,6 +191,7 @@ class AnthropicModel:
             messages=cast("list[MessageParam]", history),
             tools=cast("list[ToolUnionParam]", tools) if tools else omit,
             cache_control={"type": "ephemeral"},  # a breakpoint that moves with the last block: all before it is cached
+            output_config=cast("OutputConfigParam", {"effort": self._effort}) if self._effort else omit,
             stream=True,
         )
 
