@@ -24,6 +24,7 @@ import ctypes
 import fcntl
 import json
 import os
+import resource
 import signal
 import socket
 import stat
@@ -479,8 +480,19 @@ class SandboxServer:
             await command.finished
 
 
+def _limit(kind: int, soft: int, hard: int) -> None:
+    """Limit ourselves and all commands; what is lower already stays."""
+    _, most = resource.getrlimit(kind)
+    hard = hard if most == resource.RLIM_INFINITY else min(hard, most)
+    resource.setrlimit(kind, (min(soft, hard), hard))
+
+
 def _serve_inherited_socket(line: Mapping[str, Any]) -> None:
     """Serve one sandbox until the socket or the process ends; the body of ``python3 server.py``."""
+    for name, (soft, hard) in line.get("limits", {}).items():
+        _limit(getattr(resource, f"RLIMIT_{name}"), soft, hard)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as adjustment:  # noqa: PTH123
+        adjustment.write("500")  # a machine without memory takes it from us and our commands first
     # The agent has our uid: without this it could ptrace us, read the host key and take our descriptors (pidfd_getfd).
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     # Started with & from a script these are ignored, and every command would inherit that for ever.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from asp.errors import UsageError
-from asp_sandboxes import runtime
+from asp_sandboxes import local_limits, runtime
 
 USER = "agent"
 UID = 1000
@@ -182,7 +182,7 @@ def _proc(*, sys_read_only: bool) -> list[str]:
 
 def _scratch() -> list[str]:
     """Return the writable places besides the workspace. They live in memory, so each has a bound: a quarter of it."""
-    large = str(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
+    large = str(local_limits.scratch_bytes())
     found = ["--dev", "/dev", "--perms", "1777", "--size", large, "--tmpfs", "/dev/shm"]  # noqa: S108 - in the sandbox
     found += ["--perms", "1777", "--size", large, "--tmpfs", "/tmp"]  # noqa: S108
     found += ["--dir", "/var", "--symlink", "/tmp", "/var/tmp", "--symlink", "/run", "/var/run"]  # noqa: S108

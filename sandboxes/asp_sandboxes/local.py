@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, Self
 
 from asp.errors import TransportError, UsageError
-from asp_sandboxes import bubblewrap, launcher, runtime
+from asp_sandboxes import bubblewrap, launcher, local_limits, runtime
 from asp_sandboxes.refusals import explain
 from asp_sandboxes.seccomp import sandbox_filter
 
@@ -29,9 +29,6 @@ STOP_TIMEOUT_S = 10.0
 SOCKET_NAME = "s"
 OWN_UIDS = range(61184, 65520)
 """Where a sandbox's own uid is taken from when we are root: the range that systemd keeps for the same purpose."""
-
-PROCESSES = 4096
-"""RLIMIT_NPROC of a sandbox with a uid of its own."""
 
 _KEPT_STDERR_BYTES = 4096
 _BACKLOG = 64
@@ -267,7 +264,8 @@ async def _spawn_with_own_uid(order: Order, uid: int, command: list[str], passed
                     return process  # it has said why on stderr
                 _write_maps(process.pid, uid)
                 binds = [[str(order.runtime), _NEUTRAL_RUNTIME], [str(order.workspace), _NEUTRAL_WORKSPACE]]
-                line = {"uid": uid, "binds": binds, "copies": copies, "argv": [tool, *command], "processes": PROCESSES}
+                line: dict[str, Any] = {"uid": uid, "binds": binds, "copies": copies, "argv": [tool, *command]}
+                line["processes"] = local_limits.PROCESSES
                 await loop.sock_sendall(ours, json.dumps(line).encode() + b"\n")
                 await loop.sock_recv(ours, 1)  # it closes its end when all is bound: our copies of the places may go
         except (OSError, TimeoutError) as error:
@@ -305,6 +303,7 @@ def _tell_settings(process: subprocess.Popen[bytes], order: Order, listen_descri
         "shell": shell,
         "env": bubblewrap.command_environment(shell),
         "listen_fd": listen_descriptor,
+        "limits": local_limits.limits(own_uid=order.uid is not None),
         "lib": str(runtime.LIBRARIES),
     }
     stdin = _pipe_of(process.stdin)

@@ -15,7 +15,7 @@ from asp.contract import CONTRACT_NAME, Contract
 from asp.errors import AspError, UsageError
 from asp.state import state_dir, write_private
 from asp.terminal import printable
-from asp_sandboxes import bubblewrap, contract_file, control, local, records, runtime
+from asp_sandboxes import bubblewrap, contract_file, control, local, local_limits, records, runtime
 from asp_sandboxes.bubblewrap import Bubblewrap
 from asp_sandboxes.records import Record
 
@@ -176,7 +176,10 @@ def _beginning(provider: str, wish: "Wish | None", tell: Callable[[str], None]) 
     """Return what starts a sandbox of this kind; whatever can be missing on this machine is missed now. Raises UsageError."""
     if provider == "local":
         found = bubblewrap.find()
-        return lambda record, replaces: Started(_start(record, found, replaces=replaces, tell=tell), kept=False)
+        limits = local_limits.described(own_uid=os.geteuid() == 0)
+        return lambda record, replaces: Started(
+            _start(record, found, replaces=replaces, tell=tell), kept=False, remarks=(limits,)
+        )
     if wish is None:
         msg = "say which image: --image NAME"
         raise UsageError(msg)

@@ -62,7 +62,7 @@ _PROBE_TIMEOUT_S = 60
 _PROBE = """\
 import sys
 sys.path.insert(0, sys.argv[1])
-import asyncio, contextlib, ctypes, dataclasses, json, select, signal, socket, subprocess
+import asyncio, contextlib, ctypes, dataclasses, json, resource, select, signal, socket, subprocess
 import asyncssh, asyncssh.stream
 files = sorted({m.__file__ for m in list(sys.modules.values()) if (getattr(m, "__file__", None) or "").endswith(".py")})
 with open("/proc/self/maps") as maps:

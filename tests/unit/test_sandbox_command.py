@@ -293,7 +293,8 @@ def test_up_where_the_working_directory_is_gone(lab: Lab, repository: Path, tmp_
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert "the working directory does not exist any more" in done.stderr
     done = up("--repo", str(repository))
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr.count("\n")) == (0, 1), done.stderr
+    assert done.stderr.startswith("asp-sandbox: limits: ")
     assert f"next, in {repository}, type: asp push" in done.stdout
 
 
