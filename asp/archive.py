@@ -9,6 +9,7 @@ import stat
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import IO
 
@@ -172,6 +173,16 @@ def pack(root: Path, output: IO[bytes], *, identity: Path | None = None) -> Push
         msg = f"links that lead out of the folder are not sent; remove them or make them relative: {shown}"
         raise TreeError(msg)
     return report
+
+
+def single(name: str, content: bytes) -> bytes:
+    """Return an archive of one file."""
+    made = BytesIO()
+    with tarfile.open(fileobj=made, mode="w", format=tarfile.GNU_FORMAT) as archive:
+        member = tarfile.TarInfo(name)
+        member.size = len(content)
+        archive.addfile(member, BytesIO(content))
+    return made.getvalue()
 
 
 def _add_file(archive: tarfile.TarFile, member: tarfile.TarInfo, found: _Found, room: int) -> int:

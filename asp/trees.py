@@ -25,6 +25,9 @@ PUSH_TIMEOUT_S = 600.0
 DIFF_TIMEOUT_S = 120.0
 _BASE = "base.tar"
 
+SET_UP = b"/opt/deps/"
+"""Where dependencies of a sandbox lie that were installed before its network went away (S4)."""
+
 
 def base_folder(contract: Contract) -> Path:
     """Return the folder on our side that keeps the base tree for this endpoint and workspace."""
@@ -47,8 +50,13 @@ def move_base(old: Contract, new: Contract) -> None:
 
 _NOT_EMPTY, _NO_TAR = 91, 92
 _UNPACK = r"""
-if [ "$REPLACE" = yes ]; then find . -mindepth 1 -maxdepth 1 -exec rm -rf {} +; fi
-[ -z "$(ls -A)" ] || exit 91
+left=
+for f in * .[!.]* ..?*; do
+  if ! [ -e "$f" ] && ! [ -L "$f" ]; then continue; fi
+  case $(readlink "$f" 2>/dev/null) in /opt/deps/*) continue ;; esac
+  if [ "$REPLACE" = yes ]; then rm -rf -- "$f"; else left=1; fi
+done
+[ -z "$left" ] || exit 91
 command -v tar >/dev/null 2>&1 || exit 92
 tar -xpof - || exit 1
 command -v git >/dev/null 2>&1 || exit 0
@@ -180,7 +188,9 @@ async def diff(transport: Transport, contract: Contract) -> Difference:
     if result.status != 0:
         odd.append(f"tar in the sandbox ended with {result.status}: {quoted(result.stderr)}")
     caches = [name for name in new if name not in old and any(archive.is_cache(part) for part in os.fsdecode(name).split("/"))]
-    for name in caches:
+    # What a set-up made before the network went away is linked into the workspace; it is no work of the agent's.
+    set_up = [name for name, entry in new.items() if (entry.link or b"").startswith(SET_UP) and b"/" not in name]
+    for name in {*caches, *set_up} - old.keys():
         del new[name]
     return Difference(old, new, odd)
 

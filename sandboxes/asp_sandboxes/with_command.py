@@ -23,7 +23,7 @@ from asp.errors import AspError, UsageError
 from asp.state import state_dir
 from asp.terminal import printable
 
-USAGE = "asp-sandbox with PROVIDER [options of up, such as --image NAME] [--apply|--no-apply] [--keep] -- COMMAND..."
+USAGE = "asp-sandbox with PROVIDER [options of up, such as --image NAME --setup CMD] [--apply|--no-apply] [--keep] -- COMMAND..."
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _COMMANDS = {"asp": "asp.cli", "asp-sandbox": "asp_sandboxes.cli"}
