@@ -4,10 +4,11 @@ What the sandbox sends is hostile: it is never unpacked to disk, only read, with
 """
 
 import contextlib
+import fnmatch
 import os
 import stat
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -108,7 +109,17 @@ def _unreadable(name: str, error: OSError) -> TreeError:
     return TreeError(f"{printable(name, newlines=False)}: cannot be read ({error.strerror or error}); nothing was sent")
 
 
-def _walk(root: Path, identity: Path | None, state: Path, report: Pushed) -> Iterator[_Found]:
+def _excluded(relative: str, patterns: Sequence[str]) -> bool:
+    """Whether a glob matches the path, its name alone if the glob has no slash, as in .gitignore; ``dir/`` is ``dir``."""
+    name = relative.rpartition("/")[2]
+    for pattern in patterns:
+        plain = pattern.rstrip("/").removeprefix("./")
+        if fnmatch.fnmatchcase(relative if "/" in plain else name, plain):
+            return True
+    return False
+
+
+def _walk(root: Path, identity: Path | None, state: Path, report: Pushed, exclude: Sequence[str]) -> Iterator[_Found]:
     """Yield every file, folder and link that travels, parents first, names sorted; links are not followed."""
     waiting = [root]
     while waiting:
@@ -120,7 +131,7 @@ def _walk(root: Path, identity: Path | None, state: Path, report: Pushed) -> Ite
             raise _unreadable(str(folder), error) from error
         for entry in names:
             relative = str(Path(entry.path).relative_to(root))
-            reason = _reason_to_leave_out(entry, identity, state)
+            reason = _reason_to_leave_out(entry, identity, state) or ("excluded" if _excluded(relative, exclude) else None)
             if reason is not None:
                 report.left_out.append(f"{printable(relative, newlines=False)} ({reason})")
                 continue
@@ -142,8 +153,10 @@ def _leaves(found: _Found) -> bool:
     return landing == ".." or landing.startswith("../")
 
 
-def pack(root: Path, output: IO[bytes], *, identity: Path | None = None) -> Pushed:
+def pack(root: Path, output: IO[bytes], *, identity: Path | None = None, exclude: Sequence[str] = ()) -> Pushed:
     """Write the tree below ``root`` as a tar archive (GNU format, which busybox reads too); return what it holds.
+
+    ``exclude`` are globs of what stays here besides.
 
     Owners and set-id bits do not travel. Raises TreeError, before anything is sent, for links that leave the tree, for
     files that cannot be read, and above 512 MiB.
@@ -151,7 +164,7 @@ def pack(root: Path, output: IO[bytes], *, identity: Path | None = None) -> Push
     report = Pushed()
     leaving: list[str] = []
     with tarfile.open(fileobj=output, mode="w", format=tarfile.GNU_FORMAT, errors="surrogateescape") as archive:
-        for found in _walk(root, identity, state_dir().resolve(), report):
+        for found in _walk(root, identity, state_dir().resolve(), report, exclude):
             member = tarfile.TarInfo(found.name)
             member.mode = stat.S_IMODE(found.status.st_mode) & 0o777
             member.mtime = int(found.status.st_mtime)

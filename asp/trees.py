@@ -8,7 +8,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,7 +68,7 @@ git -c user.name=base -c user.email=base -c commit.gpgsign=false -c core.hooksPa
 
 
 @contextlib.contextmanager
-def _packed(contract: Contract, root: Path) -> Iterator[tuple[bytes, Pushed, Callable[[], None]]]:
+def _packed(contract: Contract, root: Path, exclude: Sequence[str]) -> Iterator[tuple[bytes, Pushed, Callable[[], None]]]:
     """Give the packed tree, what it holds, and the function that makes it the base; a failed push changes no base."""
     identity = None
     if contract.identity is not None and contract.identity.file is not None:
@@ -77,7 +77,7 @@ def _packed(contract: Contract, root: Path) -> Iterator[tuple[bytes, Pushed, Cal
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".base.", delete=False) as packed:
         temporary = Path(packed.name)
         try:
-            report = archive.pack(root, packed, identity=identity)
+            report = archive.pack(root, packed, identity=identity, exclude=exclude)
             packed.flush()
             yield temporary.read_bytes(), report, lambda: _rename(temporary, folder / _BASE)
         finally:
@@ -97,18 +97,21 @@ def _rename(old: Path, new: Path) -> None:
     old.rename(new)
 
 
-async def push(transport: Transport, contract: Contract, root: Path, *, replace: bool = False) -> Pushed:
+async def push(
+    transport: Transport, contract: Contract, root: Path, *, replace: bool = False, exclude: Sequence[str] = ()
+) -> Pushed:
     """Send the tree below ``root`` into the workspace, make a fresh git history there, and keep the tree as the base.
 
     ``.asp.json``, ``.git``, files that usually hold credentials, caches and virtual environments stay here. A workspace that
-    is not empty is refused unless ``replace``, which empties it first (never ``/``).
+    is not empty is refused unless ``replace``, which empties it first (never ``/``). ``exclude``: globs of
+    what stays here too.
 
     Raises TreeError (nothing was sent, or tar failed), TransportError.
     """
     if replace and str(contract.workspace) == "/":
         msg = "the workspace is /, which is never emptied; set workspace in the contract"
         raise UsageError(msg)
-    with _packed(contract, root) as (packed, report, keep_as_base):
+    with _packed(contract, root, exclude) as (packed, report, keep_as_base):
         result = await transport.exec(
             _UNPACK, stdin=packed, env={"REPLACE": "yes" if replace else "no"}, timeout_s=PUSH_TIMEOUT_S,
         )
