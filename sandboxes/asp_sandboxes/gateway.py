@@ -1,7 +1,8 @@
 """The one listener (S1): a process per user that starts sandboxes and joins TCP connections on 127.0.0.1 to their streams.
 
-``asp-sandbox up`` starts it; it ends by itself with the last sandbox, and on SIGTERM. Sandboxes are its children and die
-with it. It is asked over a unix socket in our state directory: one JSON line in, one JSON line out; see :meth:`Gateway.answer`.
+``asp-sandbox up`` starts it; it ends by itself with the last sandbox, and on SIGTERM. Local sandboxes are its children and
+die with it; one whose agent has killed it is started again by the next connection. It is asked over a unix socket in our
+state directory: one JSON line in, one JSON line out; see :meth:`Gateway.answer`.
 
 TCP stays on this side. A sandbox gets one AF_UNIX listening socket; every connection to the TCP port, if it comes from the
 user's own uid, is joined to a fresh connection to that socket.
@@ -29,6 +30,7 @@ from asp_sandboxes import local
 from asp_sandboxes.docker_stream import DockerOrder, DockerSandbox
 from asp_sandboxes.joining import End, join
 from asp_sandboxes.peer import loopback_peer_uid, unix_peer_uid
+from asp_sandboxes.returning import ReturningSandbox
 
 MAX_STREAMS = 64
 """Joined connections of one sandbox at a time; one more is closed unanswered."""
@@ -236,7 +238,7 @@ async def _started(order: Mapping[str, Any]) -> Sandbox:
     """Start what a provider needs on this side (S1: a provider is one function, ``open_stream``)."""
     if order.get("provider") == "docker":
         return DockerSandbox(DockerOrder.from_json(order))
-    return await local.start(local.Order.from_json(order))
+    return await ReturningSandbox.start(local.Order.from_json(order))
 
 
 def _bound(wanted: int) -> socket.socket:

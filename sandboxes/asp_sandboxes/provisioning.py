@@ -54,8 +54,8 @@ class Gone:
 def up(provider: str, repository: Path, name: str | None, tell: Callable[[str], None], wish: "Wish | None" = None) -> Started:
     """Start a sandbox for ``repository`` and write its contract there.
 
-    A contract of a sandbox of ours that has ended is taken up again: same name and workspace, new keys, new port; what was
-    pushed to it stays known. ``tell`` receives one line before something that takes seconds.
+    A contract of a sandbox of ours that has ended is taken up again: same name and workspace, the same port unless somebody
+    took it, new keys; what was pushed to it stays known. ``tell`` receives one line before something that takes seconds.
 
     Raises AspError; then nothing is left behind.
     """
@@ -340,7 +340,7 @@ def _serve(record: Record, before: Record, order: dict[str, Any], pin: str, repl
     path = Path(record.contract)
     written = ""
     try:
-        port = control.ask({"verb": "start", "name": record.name, "order": order}, start=True)["port"]
+        port = control.ask({"verb": "start", "name": record.name, "order": order, "port": record.port}, start=True)["port"]
         data = contract_file.document(port, record.client_key, pin, user=record.user, workspace=record.directory)
         written = contract_file.write(path, data, replaces=replaces)
         record = dataclasses.replace(record, port=port, digest=written, host_key=pin)

@@ -206,7 +206,7 @@ def test_an_ended_sandbox_is_taken_up_again_with_its_workspace(
         0,
         "kept\nagent\n",
     )
-    assert second.name == first.name
+    assert (second.name, second.port) == (first.name, first.port)
     assert second.contract["connection"]["host_key"] != first.contract["connection"]["host_key"]
     assert [one["state"] for one in lab.listed()] == ["running"]
 

@@ -223,19 +223,45 @@ async def test_no_forwarding_through_the_sandbox_s_server(box: Box) -> None:
 
 
 @pytest.mark.bwrap
-async def test_the_agent_may_kill_its_server(box: Box) -> None:
-    pidfds = [os.pidfd_open(pid) for pid in box.processes()]
+async def test_the_agent_may_kill_its_server_and_the_sandbox_comes_back(box: Box) -> None:
+    """The next connection finds it: same keys, same workspace, nothing of what ran before."""
     gateway = box.lab.gateway()
-    assert gateway is not None
-    gateway_pidfd = os.pidfd_open(gateway)
+    assert await box.sh("echo kept > /workspace/work; touch /tmp/scratch; sleep 1000 >/dev/null 2>&1 &") == (0, "")
+    for _ in range(2):
+        pidfds = [os.pidfd_open(pid) for pid in box.processes()]
+        with contextlib.suppress(asyncssh.Error, OSError):
+            await box.sh("kill -9 -1")
+        for pidfd in pidfds:
+            wait_for_end(pidfd)
+        # Many at once: one of them starts it, all are served.
+        found = await asyncio.gather(*(box.sh("cat /workspace/work; ls /tmp") for _ in range(4)))
+        assert found == [(0, "kept\n")] * 4
+    assert box.lab.gateway() == gateway
+    assert [(one["name"], one["state"]) for one in box.lab.listed()] == [("repo", "running")]
+    pidfds = [os.pidfd_open(pid) for pid in box.processes()]
+    assert box.lab.run("down", "repo").returncode == 0
+    for pidfd in pidfds:
+        wait_for_end(pidfd)
+    with pytest.raises(OSError):
+        await asyncio.open_connection("127.0.0.1", box.port)
+
+
+@pytest.mark.bwrap
+async def test_a_sandbox_that_cannot_come_back_closes_connections_and_can_be_taken_away(box: Box) -> None:
+    pidfds = [os.pidfd_open(pid) for pid in box.processes()]
     with contextlib.suppress(asyncssh.Error, OSError):
         await box.sh("kill -9 -1")
     for pidfd in pidfds:
         wait_for_end(pidfd)
-    wait_for_end(gateway_pidfd)  # it was the last sandbox
-    assert [(one["name"], one["state"]) for one in box.lab.listed()] == [("repo", "stopped")]
-    with pytest.raises(OSError):
-        await asyncio.open_connection("127.0.0.1", box.port)
+    workspace = box.folder / "workspace"
+    workspace.rename(box.folder / "elsewhere")
+    reader, writer = await asyncio.open_connection("127.0.0.1", box.port)
+    assert await asyncio.wait_for(reader.read(), WAIT_S) == b""
+    writer.close()
+    await writer.wait_closed()
+    assert "does not start again" in (box.lab.state / "gateway" / "log").read_text()
+    (box.folder / "elsewhere").rename(workspace)
+    assert await box.sh("echo back") == (0, "back\n")
 
 
 @pytest.mark.bwrap
