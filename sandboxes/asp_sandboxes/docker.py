@@ -258,7 +258,8 @@ def _sshd_config(facts: ImageFacts, account: Account) -> str:
         *("StrictModes no", "UsePAM no", "PasswordAuthentication no", "KbdInteractiveAuthentication no", "PidFile none"),
         *("UseDNS no", "AllowTcpForwarding no", "AllowStreamLocalForwarding no", "AllowAgentForwarding no"),
         *("PermitTunnel no", "GatewayPorts no", "X11Forwarding no", "PermitUserRC no", "PermitUserEnvironment no"),
-        *("PrintMotd no", "PrintLastLog no", "MaxSessions 64", "LogLevel QUIET", "Subsystem sftp internal-sftp"),
+        *("PrintMotd no", "PrintLastLog no", "MaxSessions 64", "LoginGraceTime 20", "LogLevel QUIET"),
+        "Subsystem sftp internal-sftp",
         "SetEnv " + " ".join(f'"{pair}"' for pair in escaped),
     ]) + "\n"  # fmt: skip
 

@@ -35,13 +35,25 @@ from asp_sandboxes.returning import ReturningSandbox
 MAX_STREAMS = 64
 """Joined connections of one sandbox at a time; one more is closed unanswered."""
 
+MAX_LOGINS = 10
+"""Streams of one sandbox at a time that have not logged in; one more connection waits, unread."""
+
+LOGIN_S = 30.0
+"""When a stream counts as logged in whatever it sent: the servers close one that is not (after 20 s). Without a byte it is
+closed here; so is a connection that has waited as long for its turn."""
+
+LOGIN_BYTES = 2048
+"""What a client sends until it has logged in, at least, as the gateway cannot look inside. [ran: OpenSSH 2.1 kB, asyncssh 4.1]"""
+
 CONTROL_NAME = "control"
 READY = b"ready\n"
+_MAX_DESCRIPTORS = 65536
 _MAX_REQUEST_BYTES = 1 << 20
 _FIRST_REQUEST_TIMEOUT_S = 60.0
 _BACKLOG = 64
 _MAX_LOG_LINES = 1000
 _log_lines = itertools.count(1)
+_last_line = ""
 _LOOPBACK = "127.0.0.1"
 _PORTS = range(20_000, 32_768)
 _PORT_TRIES = 50
@@ -70,6 +82,7 @@ class Served:
     port: int
     ends: set[End] = field(default_factory=set[End])
     streams: int = 0
+    logins: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_LOGINS))
 
     def close_door(self) -> None:
         """Listen no longer and cut what is joined."""
@@ -195,17 +208,29 @@ class Gateway:
             client.abort()
             return
         served.streams += 1
+        try:
+            async with asyncio.timeout(LOGIN_S):
+                await served.logins.acquire()
+        except TimeoutError:
+            served.streams -= 1
+            _log(f"refused a connection: {MAX_LOGINS} others have not logged in for {LOGIN_S:g} s")
+            client.abort()
+            return
+        logged_in = _Once(served.logins.release)
+        asyncio.get_running_loop().call_later(LOGIN_S, _login_is_over, client, logged_in)
 
         def stream_lost() -> None:
             served.streams -= 1
+            logged_in()
 
         try:
             stream = await served.sandbox.open_stream(lambda: End(stream_lost))
         except TransportError as error:
-            served.streams -= 1
+            stream_lost()
             _log(str(error))
             client.abort()
             return
+        client.call_after(LOGIN_BYTES, logged_in)
         if isinstance(stream, End):
             join(client, stream)
 
@@ -232,6 +257,24 @@ class Gateway:
             self.idle.set()
         else:
             self.idle.clear()
+
+
+class _Once:
+    """Something to be done once, whoever is first to say so."""
+
+    def __init__(self, done: Callable[[], None]) -> None:
+        self._done: Callable[[], None] | None = done
+
+    def __call__(self) -> None:
+        done, self._done = self._done, None
+        if done is not None:
+            done()
+
+
+def _login_is_over(client: End, logged_in: _Once) -> None:
+    if client.is_silent:
+        client.abort()
+    logged_in()
 
 
 async def _started(order: Mapping[str, Any]) -> Sandbox:
@@ -265,11 +308,31 @@ def _bound(wanted: int) -> socket.socket:
 
 
 def _log(text: str) -> None:
-    """Write a line to the log. Strangers can cause lines (a refused connection), so there is an end to them."""
+    """Write a line to the log, unless the last one was the same. Strangers can cause lines, so there is an end to them."""
+    global _last_line  # noqa: PLW0603 - there is one log
+    if text == _last_line:
+        return
+    _last_line = text
     number = next(_log_lines)
     if number <= _MAX_LOG_LINES:
         sys.stderr.write(f"{text}\n" if number < _MAX_LOG_LINES else "no more lines are written\n")
         sys.stderr.flush()
+
+
+def _log_failure(_loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
+    """Log what no task handles in one line: out of descriptors, asyncio says so with a traceback each second and listener."""
+    error = context.get("exception")
+    _log(f"{context['message']}{'' if error is None else f' ({error!r})'}")
+
+
+def _raise_descriptor_limit() -> None:
+    """Allow ourselves what we may have: a hundred sandboxes with eight connections take 2000, the usual limit is 1024.
+
+    Local sandboxes have a limit of their own.
+    """
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_DESCRIPTORS if most == resource.RLIM_INFINITY else min(most, _MAX_DESCRIPTORS)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 async def _serve(folder: Path) -> None:
@@ -280,6 +343,7 @@ async def _serve(folder: Path) -> None:
     control.bind(f"/proc/self/fd/{directory}/{CONTROL_NAME}")
     gateway = Gateway()
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(_log_failure)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, gateway.idle.set)
     server = await asyncio.start_unix_server(gateway.converse, sock=control, limit=_MAX_REQUEST_BYTES)
@@ -296,6 +360,7 @@ def main() -> int:
     """Run until idle; another gateway of this user that is about to end is waited for."""
     os.umask(0o077)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # inherited: what crashes in a sandbox leaves nothing on this machine
+    _raise_descriptor_limit()
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     folder = state_dir("gateway")
     lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)

@@ -5,6 +5,9 @@ import socket
 from collections.abc import Callable
 from typing import cast
 
+HALF_OPEN_S = 60.0
+"""How long one direction stays open after the other has ended. SSH has no use for that; a peer that hangs does."""
+
 
 class End(asyncio.Protocol):
     """One end of a joined pair. What it reads, the other writes; while the other is full, this one does not read.
@@ -20,6 +23,10 @@ class End(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._early = b""
         self._early_eof = False
+        self._ended_reading = self._ended_writing = False
+        self._half_open: asyncio.TimerHandle | None = None
+        self._received = 0
+        self._marks: list[tuple[int, Callable[[], None]]] = []
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Know the transport."""
@@ -44,8 +51,22 @@ class End(asyncio.Protocol):
         else:
             self.resume_reading()
 
+    def call_after(self, count: int, called: Callable[[], None]) -> None:
+        """Call once when ``count`` bytes have been read here, or the connection is gone; at once if that is so already."""
+        self._marks.append((count, called))
+        self._look_at_marks()
+
+    def _look_at_marks(self) -> None:
+        passed = [mark for mark in self._marks if mark[0] <= self._received or not self.is_open]
+        for mark in passed:
+            self._marks.remove(mark)
+            mark[1]()
+
     def data_received(self, data: bytes) -> None:
         """Hand over what came."""
+        self._received += len(data)
+        if self._marks:
+            self._look_at_marks()
         if self._other is not None:
             self._other.write(data)
         else:
@@ -53,12 +74,20 @@ class End(asyncio.Protocol):
             self.pause_reading()
 
     def eof_received(self) -> bool:
-        """Hand over a half-close, and keep the other direction open."""
+        """Hand over a half-close, and keep the other direction open for a while."""
+        self._ended_reading = True
         if self._other is not None:
             self._other.write_eof()
         else:
             self._early_eof = True
+        self._half_open = asyncio.get_running_loop().call_later(HALF_OPEN_S, self.close)
+        self._close_if_over()
         return True
+
+    def _close_if_over(self) -> None:
+        # asyncio does not, once it has been told to keep a half-open connection.
+        if self._ended_reading and self._ended_writing:
+            self.close()
 
     def pause_writing(self) -> None:
         """Be full: the other end stops reading."""
@@ -73,12 +102,15 @@ class End(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Close the other end once it has written what it holds; a reset is handed on as one."""
         self._transport = None
+        if self._half_open is not None:
+            self._half_open.cancel()
         other, self._other = self._other, None
         if other is not None:
             if exc is None:
                 other.close()
             else:
                 other.abort()
+        self._look_at_marks()
         self._lost()
 
     def write(self, data: bytes) -> None:
@@ -88,8 +120,10 @@ class End(asyncio.Protocol):
 
     def write_eof(self) -> None:
         """Half-close."""
+        self._ended_writing = True
         if self._transport is not None and not self._transport.is_closing():
             self._transport.write_eof()
+        self._close_if_over()
 
     def pause_reading(self) -> None:
         """Stop reading, if it is not closing anyway."""
@@ -118,6 +152,11 @@ class End(asyncio.Protocol):
             return None
         found: socket.socket | None = self._transport.get_extra_info("socket")
         return found
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing has been read here."""
+        return self._received == 0
 
     @property
     def is_open(self) -> bool:
