@@ -4,11 +4,13 @@ What the sandbox sends is hostile: it is never unpacked to disk, only read, with
 """
 
 import contextlib
+import fnmatch
 import os
 import stat
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from io import BytesIO
 from pathlib import Path
 from typing import IO
 
@@ -107,7 +109,17 @@ def _unreadable(name: str, error: OSError) -> TreeError:
     return TreeError(f"{printable(name, newlines=False)}: cannot be read ({error.strerror or error}); nothing was sent")
 
 
-def _walk(root: Path, identity: Path | None, state: Path, report: Pushed) -> Iterator[_Found]:
+def _excluded(relative: str, patterns: Sequence[str]) -> bool:
+    """Whether a glob matches the path, its name alone if the glob has no slash, as in .gitignore; ``dir/`` is ``dir``."""
+    name = relative.rpartition("/")[2]
+    for pattern in patterns:
+        plain = pattern.rstrip("/").removeprefix("./")
+        if fnmatch.fnmatchcase(relative if "/" in plain else name, plain):
+            return True
+    return False
+
+
+def _walk(root: Path, identity: Path | None, state: Path, report: Pushed, exclude: Sequence[str]) -> Iterator[_Found]:
     """Yield every file, folder and link that travels, parents first, names sorted; links are not followed."""
     waiting = [root]
     while waiting:
@@ -119,7 +131,7 @@ def _walk(root: Path, identity: Path | None, state: Path, report: Pushed) -> Ite
             raise _unreadable(str(folder), error) from error
         for entry in names:
             relative = str(Path(entry.path).relative_to(root))
-            reason = _reason_to_leave_out(entry, identity, state)
+            reason = _reason_to_leave_out(entry, identity, state) or ("excluded" if _excluded(relative, exclude) else None)
             if reason is not None:
                 report.left_out.append(f"{printable(relative, newlines=False)} ({reason})")
                 continue
@@ -141,8 +153,10 @@ def _leaves(found: _Found) -> bool:
     return landing == ".." or landing.startswith("../")
 
 
-def pack(root: Path, output: IO[bytes], *, identity: Path | None = None) -> Pushed:
+def pack(root: Path, output: IO[bytes], *, identity: Path | None = None, exclude: Sequence[str] = ()) -> Pushed:
     """Write the tree below ``root`` as a tar archive (GNU format, which busybox reads too); return what it holds.
+
+    ``exclude`` are globs of what stays here besides.
 
     Owners and set-id bits do not travel. Raises TreeError, before anything is sent, for links that leave the tree, for
     files that cannot be read, and above 512 MiB.
@@ -150,7 +164,7 @@ def pack(root: Path, output: IO[bytes], *, identity: Path | None = None) -> Push
     report = Pushed()
     leaving: list[str] = []
     with tarfile.open(fileobj=output, mode="w", format=tarfile.GNU_FORMAT, errors="surrogateescape") as archive:
-        for found in _walk(root, identity, state_dir().resolve(), report):
+        for found in _walk(root, identity, state_dir().resolve(), report, exclude):
             member = tarfile.TarInfo(found.name)
             member.mode = stat.S_IMODE(found.status.st_mode) & 0o777
             member.mtime = int(found.status.st_mtime)
@@ -172,6 +186,16 @@ def pack(root: Path, output: IO[bytes], *, identity: Path | None = None) -> Push
         msg = f"links that lead out of the folder are not sent; remove them or make them relative: {shown}"
         raise TreeError(msg)
     return report
+
+
+def single(name: str, content: bytes) -> bytes:
+    """Return an archive of one file."""
+    made = BytesIO()
+    with tarfile.open(fileobj=made, mode="w", format=tarfile.GNU_FORMAT) as archive:
+        member = tarfile.TarInfo(name)
+        member.size = len(content)
+        archive.addfile(member, BytesIO(content))
+    return made.getvalue()
 
 
 def _add_file(archive: tarfile.TarFile, member: tarfile.TarInfo, found: _Found, room: int) -> int:

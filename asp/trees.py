@@ -8,7 +8,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,9 @@ from asp.transport import Stream, Transport
 PUSH_TIMEOUT_S = 600.0
 DIFF_TIMEOUT_S = 120.0
 _BASE = "base.tar"
+
+SET_UP = b"/opt/deps/"
+"""Where dependencies of a sandbox lie that were installed before its network went away (S4)."""
 
 
 def base_folder(contract: Contract) -> Path:
@@ -47,8 +50,13 @@ def move_base(old: Contract, new: Contract) -> None:
 
 _NOT_EMPTY, _NO_TAR = 91, 92
 _UNPACK = r"""
-if [ "$REPLACE" = yes ]; then find . -mindepth 1 -maxdepth 1 -exec rm -rf {} +; fi
-[ -z "$(ls -A)" ] || exit 91
+left=
+for f in * .[!.]* ..?*; do
+  if ! [ -e "$f" ] && ! [ -L "$f" ]; then continue; fi
+  case $(readlink "$f" 2>/dev/null) in /opt/deps/*) continue ;; esac
+  if [ "$REPLACE" = yes ]; then rm -rf -- "$f"; else left=1; fi
+done
+[ -z "$left" ] || exit 91
 command -v tar >/dev/null 2>&1 || exit 92
 tar -xpof - || exit 1
 command -v git >/dev/null 2>&1 || exit 0
@@ -60,7 +68,7 @@ git -c user.name=base -c user.email=base -c commit.gpgsign=false -c core.hooksPa
 
 
 @contextlib.contextmanager
-def _packed(contract: Contract, root: Path) -> Iterator[tuple[bytes, Pushed, Callable[[], None]]]:
+def _packed(contract: Contract, root: Path, exclude: Sequence[str]) -> Iterator[tuple[bytes, Pushed, Callable[[], None]]]:
     """Give the packed tree, what it holds, and the function that makes it the base; a failed push changes no base."""
     identity = None
     if contract.identity is not None and contract.identity.file is not None:
@@ -69,7 +77,7 @@ def _packed(contract: Contract, root: Path) -> Iterator[tuple[bytes, Pushed, Cal
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".base.", delete=False) as packed:
         temporary = Path(packed.name)
         try:
-            report = archive.pack(root, packed, identity=identity)
+            report = archive.pack(root, packed, identity=identity, exclude=exclude)
             packed.flush()
             yield temporary.read_bytes(), report, lambda: _rename(temporary, folder / _BASE)
         finally:
@@ -89,18 +97,21 @@ def _rename(old: Path, new: Path) -> None:
     old.rename(new)
 
 
-async def push(transport: Transport, contract: Contract, root: Path, *, replace: bool = False) -> Pushed:
+async def push(
+    transport: Transport, contract: Contract, root: Path, *, replace: bool = False, exclude: Sequence[str] = ()
+) -> Pushed:
     """Send the tree below ``root`` into the workspace, make a fresh git history there, and keep the tree as the base.
 
     ``.asp.json``, ``.git``, files that usually hold credentials, caches and virtual environments stay here. A workspace that
-    is not empty is refused unless ``replace``, which empties it first (never ``/``).
+    is not empty is refused unless ``replace``, which empties it first (never ``/``). ``exclude``: globs of
+    what stays here too.
 
     Raises TreeError (nothing was sent, or tar failed), TransportError.
     """
     if replace and str(contract.workspace) == "/":
         msg = "the workspace is /, which is never emptied; set workspace in the contract"
         raise UsageError(msg)
-    with _packed(contract, root) as (packed, report, keep_as_base):
+    with _packed(contract, root, exclude) as (packed, report, keep_as_base):
         result = await transport.exec(
             _UNPACK, stdin=packed, env={"REPLACE": "yes" if replace else "no"}, timeout_s=PUSH_TIMEOUT_S,
         )
@@ -180,7 +191,9 @@ async def diff(transport: Transport, contract: Contract) -> Difference:
     if result.status != 0:
         odd.append(f"tar in the sandbox ended with {result.status}: {quoted(result.stderr)}")
     caches = [name for name in new if name not in old and any(archive.is_cache(part) for part in os.fsdecode(name).split("/"))]
-    for name in caches:
+    # What a set-up made before the network went away is linked into the workspace; it is no work of the agent's.
+    set_up = [name for name, entry in new.items() if (entry.link or b"").startswith(SET_UP) and b"/" not in name]
+    for name in {*caches, *set_up} - old.keys():
         del new[name]
     return Difference(old, new, odd)
 

@@ -56,6 +56,9 @@ def add_to(commands: "argparse._SubParsersAction[Parser]") -> None:  # pyright: 
         "usual credential files, caches and virtual environments stay here; links that leave the folder are refused.",
     )  # fmt: skip
     push.add_argument("--replace", action="store_true", help="empty the workspace first")
+    push.add_argument(
+        "--exclude", action="append", default=[], metavar="GLOB", help="leave this here too; a name anywhere, or a path with /"
+    )
     push.set_defaults(run=cmd_push)
 
     diff = commands.add_parser(
@@ -236,7 +239,8 @@ def cmd_push(args: argparse.Namespace) -> int:
     from asp import archive, trees  # noqa: PLC0415 - tarfile and difflib, only here
 
     async def run(transport: Transport, trusted: trust.TrustedContract) -> archive.Pushed:
-        return await trees.push(transport, trusted.contract, trusted.contract.path.resolve().parent, replace=args.replace)
+        return await trees.push(transport, trusted.contract, trusted.contract.path.resolve().parent, replace=args.replace,
+                                exclude=args.exclude)  # fmt: skip
 
     report = _with_transport(args, run)
     history = ", fresh git history" if report.git else ""

@@ -65,6 +65,12 @@ def signals_as_they_were() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+@pytest.fixture(autouse=True)
+def spill_in_a_folder_of_its_own(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what tools leave outside the workspace out of the machine's /tmp, which the local twin has as its own."""
+    monkeypatch.setattr("asp_agent.tools.spill.FOLDER", str(tmp_path_factory.getbasetemp()))
+
+
 def _descriptors() -> set[str]:
     found = set()
     for name in os.listdir("/proc/self/fd"):

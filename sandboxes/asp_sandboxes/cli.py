@@ -71,6 +71,13 @@ def _parser() -> argparse.ArgumentParser:
     docker.add_argument("--disk", metavar="SIZE", default="2g", help="of the workspace, in memory (%(default)s)")
     docker.add_argument("--cpus", type=_cpus, default=2.0, metavar="N", help="such as 1.5 (%(default)g, or what the machine has)")
     docker.add_argument("--pids", type=_pids, default=512, metavar="N", help="processes at most (%(default)s)")
+    docker.add_argument(
+        "--setup", metavar="CMD", help="run CMD first, as root and with a network, on the pushed files; kept as an image"
+    )
+    docker.add_argument("--dockerfile", metavar="FILE", help="build this file of the repository and use it as the image")
+    docker.add_argument(
+        "--setup-network", metavar="NAME", default="bridge", help="the engine's network for --setup (%(default)s)"
+    )
     docker.add_argument("--runtime", metavar="NAME", help="a runtime of the engine, such as gVisor's runsc")
 
     begin = verbs.add_parser("start", help="start a sandbox again that has ended; a container is served again")
@@ -115,18 +122,19 @@ def _pids(text: str) -> int:
 
 def _wish(options: argparse.Namespace) -> "Wish | None":
     if options.provider != "docker":
-        if options.image is not None:
-            msg = "--image is for docker: asp-sandbox up docker --image NAME"
+        if options.image is not None or options.setup is not None or options.dockerfile is not None:
+            msg = "--image, --setup and --dockerfile are for docker: asp-sandbox up docker --image NAME"
             raise UsageError(msg)
         return None
-    if options.image is None:
+    if options.image is None and options.dockerfile is None:
         msg = "say which image: asp-sandbox up docker --image NAME"
         raise UsageError(msg)
     from asp_sandboxes import docker  # noqa: PLC0415 - only for its sandboxes
 
+    cpus = min(options.cpus, os.cpu_count() or 1)
     return docker.Wish(
-        options.image, options.user, options.allow_root, docker.size(options.memory), min(options.cpus, os.cpu_count() or 1),
-        options.pids, docker.size(options.disk), options.runtime,
+        options.image or "", options.user, options.allow_root, docker.size(options.memory), cpus, options.pids,
+        docker.size(options.disk), options.runtime, options.setup, options.dockerfile, options.setup_network,
     )  # fmt: skip
 
 

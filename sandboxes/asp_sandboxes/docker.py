@@ -15,7 +15,7 @@ from typing import Any
 
 from asp.errors import UsageError, quoted
 from asp.state import write_private
-from asp_sandboxes import docker_engine, docker_image, docker_seccomp, openssh_bundle
+from asp_sandboxes import docker_engine, docker_image, docker_seccomp, docker_setup, openssh_bundle
 from asp_sandboxes.docker_engine import Engine
 from asp_sandboxes.docker_image import Account, ImageFacts
 from asp_sandboxes.docker_stream import DockerOrder
@@ -56,6 +56,9 @@ class Wish:
     pids: int = 512
     disk: int = 2 << 30
     runtime: str | None = None
+    setup: str | None = None
+    dockerfile: str | None = None
+    setup_network: str = "bridge"
 
     @property
     def files(self) -> int:
@@ -86,7 +89,16 @@ def size(text: str) -> int:
     return int(match[1]) * _UNITS[match[2].lower()]
 
 
-def start(wish: Wish, folder: Path, name: str, host_key: str, authorized_keys: str, bundle: Bundle) -> Made:
+def start(
+    wish: Wish,
+    folder: Path,
+    name: str,
+    host_key: str,
+    authorized_keys: str,
+    bundle: Bundle,
+    repository: Path,
+    tell: Callable[[str], None],
+) -> Made:
     """Make a container and start it. ``folder`` is the sandbox's own, where what the container reads is kept.
 
     Raises UsageError, DockerFailed, EngineGone; then there is no container.
@@ -98,7 +110,7 @@ def start(wish: Wish, folder: Path, name: str, host_key: str, authorized_keys: s
         info: dict[str, Any] = engine.info()
         remarks = docker_engine.known_escapes(engine.version())
         _check(wish, info)
-        facts = docker_image.facts(engine, wish.image)
+        facts = docker_image.facts(engine, _image(engine, wish, repository, bundle, tell))
         account = facts.account(wish.user)
         if account.uid == 0 and not wish.allow_root:
             whose = "the image runs as root" if wish.user is None else "--user is root"
@@ -112,6 +124,10 @@ def start(wish: Wish, folder: Path, name: str, host_key: str, authorized_keys: s
             container = _create(engine, wish, folder / "conf", name, facts, account, bundle)
             try:
                 engine.start(container)
+                if wish.setup is not None:
+                    words = [Bundle.shell(), "-c", docker_setup.LINK]
+                    linked = engine.exec_create(container, words, user=f"{account.uid}:{account.gid}")
+                    engine.exec_start(linked["Id"])
             except BaseException:
                 engine.remove_container(container, force=True, v=True)
                 raise
@@ -122,6 +138,17 @@ def start(wish: Wish, folder: Path, name: str, host_key: str, authorized_keys: s
     command = Bundle.sshd(f"{CONF}/sshd_config")
     order = DockerOrder(container, str(docker_engine.socket_path()), f"{account.uid}:{account.gid}", command, f"v{api}")
     return Made(order, account, WORKSPACE, remarks)
+
+
+def _image(engine: Engine, wish: Wish, repository: Path, bundle: Bundle, tell: Callable[[str], None]) -> str:
+    """Return the image to start from: the one that was named or is built, or what the set-up makes of it."""
+    base = wish.image
+    if wish.dockerfile is not None:
+        base = docker_setup.build(engine, Path(wish.dockerfile), repository, tell)
+    if wish.setup is None:
+        return base
+    base_id = docker_image.facts(engine, base).id
+    return docker_setup.image(engine, base_id, wish.setup, repository, bundle, wish.setup_network, tell)
 
 
 def remove(container: str) -> None:
@@ -277,8 +304,9 @@ def _create(engine: Engine, wish: Wish, conf: Path, name: str, facts: ImageFacts
 def described(wish: Wish, made: Made) -> str:
     """Return the limits in one line, for ``up``."""
     megabytes = 1 << 20
+    who = f"{made.account.name} ({made.account.uid})"
     return (
-        f"image {wish.image}, user {made.account.name} ({made.account.uid}), memory {wish.memory // megabytes} MiB and "
+        f"image {wish.image or wish.dockerfile}, user {who}, memory {wish.memory // megabytes} MiB and "
         f"{wish.files // megabytes} MiB for files in memory (workspace {wish.disk // megabytes}), {wish.cpus:g} CPUs, "
         f"{wish.pids} processes" + (f", runtime {wish.runtime}" if wish.runtime else "")
     )

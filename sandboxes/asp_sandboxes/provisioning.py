@@ -184,7 +184,7 @@ def _beginning(provider: str, wish: "Wish | None", tell: Callable[[str], None]) 
         msg = "say which image: --image NAME"
         raise UsageError(msg)
     bundle = _docker().bundle(tell)
-    return lambda record, replaces: _start_container(record, wish, bundle, replaces=replaces)
+    return lambda record, replaces: _start_container(record, wish, bundle, tell, replaces=replaces)
 
 
 def _docker() -> ModuleType:
@@ -307,7 +307,9 @@ def _start(record: Record, found: Bubblewrap, *, replaces: str | None, tell: Cal
     return record
 
 
-def _start_container(record: Record, wish: "Wish", bundle: "Bundle", *, replaces: str | None) -> Started:
+def _start_container(
+    record: Record, wish: "Wish", bundle: "Bundle", tell: Callable[[str], None], *, replaces: str | None
+) -> Started:
     import asyncssh  # noqa: PLC0415 - it takes longer to load than everything else of this command
 
     docker = _docker()
@@ -320,7 +322,7 @@ def _start_container(record: Record, wish: "Wish", bundle: "Bundle", *, replaces
     record.save()  # so that a container that nobody else knows of is found again
     made = docker.start(
         wish, record.folder, record.name, host_key.export_private_key("openssh").decode(),
-        client_key.export_public_key("openssh").decode(), bundle,
+        client_key.export_public_key("openssh").decode(), bundle, Path(record.contract).parent, tell,
     )  # fmt: skip
     try:
         record = dataclasses.replace(

@@ -23,7 +23,10 @@ from asp.errors import AspError, UsageError
 from asp.state import state_dir
 from asp.terminal import printable
 
-USAGE = "asp-sandbox with PROVIDER [options of up, such as --image NAME] [--apply|--no-apply] [--keep] -- COMMAND..."
+USAGE = (
+    "asp-sandbox with PROVIDER [options of up, such as --image NAME --setup CMD] [--exclude GLOB] [--apply|--no-apply] [--keep] "
+    "-- COMMAND..."
+)
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _COMMANDS = {"asp": "asp.cli", "asp-sandbox": "asp_sandboxes.cli"}
@@ -57,9 +60,9 @@ def parse(words: Sequence[str]) -> Order:
         word = own.pop(0)
         if word in {"--apply", "--no-apply", "--keep"}:
             choices.add(word)
-        elif word in {"--history", "--exclude"} and own:
+        elif word == "--exclude" and own:
             push += [word, own.pop(0)]
-        elif word.startswith(("--history=", "--exclude=")):
+        elif word.startswith("--exclude="):
             push.append(word)
         else:
             up.append(word)

@@ -94,9 +94,8 @@ async def main() -> int:
 def left_over(scratch: str, ports: set[str], before: set[str], mounts: int) -> list[str]:
     """Return what is there that was not there before."""
     state = Path(scratch, "state", "asp")
-    keys = [
-        path for path in state.rglob("*") if re.search(r"key|sandbox\.json|socket", path.name) and "runtime" not in path.parts
-    ]
+    made = [path for path in state.rglob("*") if not {"runtime", "openssh"} & set(path.parts)]  # kept for the next one
+    keys = [path for path in made if re.search(r"key|sandbox\.json|socket", path.name)]
     found = {
         "processes": processes(scratch.encode()),
         "ports": listening() - ports,

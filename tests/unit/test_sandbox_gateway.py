@@ -331,3 +331,25 @@ def test_control_refuses_what_it_does_not_know(lab: Lab, box: Box) -> None:
             answer = json.loads(connection.makefile().readline())
         assert expected in answer["error"]
     assert lab.gateway() is not None
+
+
+async def test_small_pieces_do_not_wait_for_acknowledgements() -> None:
+    """Without TCP_NODELAY each command through the gateway took 40 ms or a multiple of it; a listener of ours has protocol 0,
+    for which asyncio does not set it."""
+    ends: list[End] = []
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+
+    def accept() -> End:
+        ends.append(End(lambda: None))
+        return ends[-1]
+
+    server = await asyncio.get_running_loop().create_server(accept, sock=listener)
+    _, writer = await asyncio.open_connection(*listener.getsockname())
+    while not ends or ends[0].connection is None:
+        await asyncio.sleep(0)
+    assert ends[0].connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    writer.close()
+    ends[0].abort()
+    server.close()
+    await server.wait_closed()

@@ -150,8 +150,6 @@ def test_words_are_sorted_to_whom_they_are_for(tmp_path: Path) -> None:
             "docker",
             "--image",
             "x",
-            "--history",
-            "3",
             "--exclude=*.log",
             "--repo",
             str(tmp_path),
@@ -163,7 +161,7 @@ def test_words_are_sorted_to_whom_they_are_for(tmp_path: Path) -> None:
         ]
     )
     assert order.up == ("docker", "--image", "x", "--repo", str(tmp_path))
-    assert order.push == ("--history", "3", "--exclude=*.log")
+    assert order.push == ("--exclude=*.log",)
     assert order.command == ("a", "--apply", "--")
     assert (order.folder, order.apply, order.keep) == (tmp_path, None, True)
     assert json.dumps(order.command)

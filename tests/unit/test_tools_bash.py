@@ -50,7 +50,7 @@ async def test_p13_the_tail_is_kept_and_the_loss_is_said(twin: LocalTwin) -> Non
     text, _, rest = produced.content.partition("\n\n[")
     assert text.split("\n")[0] == "998001"
     assert text.endswith("1000000")
-    assert rest.startswith("Of 6,888,896 bytes of output you see the last 2,000 lines; what came before was dropped")
+    assert rest.startswith("Of 6,888,896 bytes of output you see the last 2,000 lines; all of it is in /")
     assert produced.content.endswith("Command exited with code 3")
     assert produced.is_error
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from asp import trees
-from asp.archive import TreeError
+from asp.archive import TreeError, pack, read_entries
 from asp.contract import Contract
 from asp.patch import Entry, PatchTooLarge, patch
 from asp.ssh import SSHTransport, open_transport
@@ -77,6 +77,27 @@ async def test_what_travels_and_what_stays(place: tuple[SSHTransport, Contract, 
     assert found.stdout == (b"basebase\n" if report.git else b"")
     found = await trees.diff(transport, contract)
     assert (found.patch(), found.odd) == (b"", [])
+
+
+@pytest.mark.parametrize(
+    ("patterns", "stays"),
+    [
+        (["*.log"], {"a.log", "sub/b.log"}), (["sub/*.log"], {"sub/b.log"}), (["sub/"], {"sub/b.log", "sub/c"}),
+        (["./sub"], {"sub/b.log", "sub/c"}), (["none"], set()), (["[ab].log", "c"], {"a.log", "sub/b.log", "sub/c"}),
+    ],
+)  # fmt: skip
+def test_excluded(tmp_path: Path, patterns: list[str], stays: set[str]) -> None:
+    root = tmp_path / "tree"
+    names = {"a.log", "sub/b.log", "sub/c", "d"}
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text("x")
+    packed = io.BytesIO()
+    report = pack(root, packed, exclude=patterns)
+    packed.seek(0)
+    assert {name.decode() for name in read_entries(packed)[0]} == names - stays
+    assert all(line.endswith("(excluded)") for line in report.left_out)
+    assert bool(report.left_out) == bool(stays)
 
 
 @pytest.mark.parametrize("target", ["/etc/passwd", "../outside", "src/../../outside", "..", "/"])

@@ -5,6 +5,7 @@ import asyncio
 from asp.errors import ConnectionLost
 from asp.transport import ExecResult, Stream, Transport
 from asp_agent.messages import ToolSchema
+from asp_agent.tools import spill
 from asp_agent.tools.terminal_text import clean, decode_tail
 from asp_agent.tools.tool import LOST, Arguments, Interrupted, Produced, Redact, Tool
 from asp_agent.tools.truncate import MAX_BYTES, MAX_LINES, tail
@@ -60,19 +61,29 @@ async def bash(arguments: Arguments, transport: Transport, redact: Redact) -> Pr
     except ConnectionLost as lost:
         text = _shown(lost.stdout[-KEEP_BYTES:], len(lost.stdout), redact)
         return Produced(_below(text, LOST), is_error=True, failure=lost)
-    text = _shown(result.stdout, result.stdout_bytes, redact)
+    kept = await spill.keep(transport, bytes(seen.head)) if _is_cut(result, redact) else None
+    whole = kept is not None and len(seen.head) == result.stdout_bytes
+    text = _shown(result.stdout, result.stdout_bytes, redact, kept, whole=whole)
     return Produced(*_with_ending(text, result, timeout_s))
 
 
+def _is_cut(result: ExecResult, redact: Redact) -> bool:
+    if result.stdout_bytes > len(result.stdout):
+        return True
+    return tail(redact(clean(decode_tail(result.stdout, cut=False)))).cut
+
+
 class _Seen:
-    """The end of the output that has come so far."""
+    """The end of the output that has come so far, and its beginning, as much of it as would be kept in a file."""
 
     def __init__(self) -> None:
         self.total = 0
+        self.head = bytearray()
         self._kept = bytearray()
 
     async def add(self, _: Stream, data: bytes) -> None:
         self.total += len(data)
+        self.head += data[: spill.MAX_BYTES - len(self.head)]
         self._kept += data
         if len(self._kept) > 2 * KEEP_BYTES:  # at twice the size, so that the cost is amortised
             del self._kept[:-KEEP_BYTES]
@@ -92,8 +103,11 @@ def _with_ending(text: str, result: ExecResult, timeout_s: float) -> tuple[str, 
     return text, False
 
 
-def _shown(kept: bytes, total: int, redact: Redact) -> str:
-    """Return the kept end of the output as text: cleaned, redacted before it is cut, with a note of what is missing."""
+def _shown(kept: bytes, total: int, redact: Redact, file: str | None = None, *, whole: bool = False) -> str:
+    """Return the kept end of the output as text: cleaned, redacted before it is cut, with a note of what is missing.
+
+    ``file`` is where the output was kept: ``whole``, or only its beginning.
+    """
     missing = total > len(kept)
     text = decode_tail(kept, cut=missing)
     if missing and "\n" in text[:-1]:
@@ -105,7 +119,10 @@ def _shown(kept: bytes, total: int, redact: Redact) -> str:
     if not (missing or cut.cut):
         return shown
     what = "the end of the last line" if cut.inside_line else f"the last {cut.lines:,} lines"
-    note = f"[Of {total:,} bytes of output you see {what}; what came before was dropped. To see all, send it to a file.]"
+    where = "what came before was dropped. To see all, send it to a file."
+    if file is not None:
+        where = f"all of it is in {file}" if whole else f"its first {spill.MAX_BYTES >> 20} MiB are in {file}"
+    note = f"[Of {total:,} bytes of output you see {what}; {where}]"
     return _below(shown, note)
 
 
