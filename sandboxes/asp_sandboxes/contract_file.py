@@ -15,6 +15,8 @@ from asp.terminal import printable
 from asp_sandboxes import bubblewrap
 
 _MAX_GIT_POINTER_BYTES = 4096
+_PRIVATE = 0o600
+_UNFINISHED = re.compile(re.escape(CONTRACT_NAME) + r"\.[0-9a-f]{16}")
 LOOPBACK = "127.0.0.1"
 
 
@@ -37,13 +39,18 @@ def document(
     return json.dumps(contract, indent=2).encode() + b"\n"
 
 
+def digest(data: bytes) -> str:
+    """Return what :func:`digest_of` says of a file that holds this."""
+    return hashlib.sha256(data).hexdigest()
+
+
 def digest_of(path: Path) -> str | None:
     """Return the SHA-256 of a regular file, None if there is none; a link is not followed."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(descriptor, "rb") as file:  # an OSError for a directory
             if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                return hashlib.sha256(file.read()).hexdigest()
+                return digest(file.read())
     except OSError:
         pass
     return None
@@ -73,12 +80,13 @@ def write(path: Path, data: bytes, *, replaces: str | None) -> str:
     except OSError as error:
         msg = f"{printable(str(path), newlines=False)}: cannot be written ({error.strerror})"
         raise ContractError(msg) from error
-    return hashlib.sha256(data).hexdigest()
+    return digest(data)
 
 
-def remove(path: Path, digest: str) -> bool:
-    """Remove the contract if it is still the one we wrote; return whether it is gone. Raises ContractError."""
-    if digest_of(path) != digest:
+def remove(path: Path, *digests: str) -> bool:
+    """Remove the contract if it is still one that we wrote; return whether it is gone. Raises ContractError."""
+    _remove_unfinished(path)
+    if digest_of(path) not in digests:
         return not os.path.lexists(path)
     try:
         path.unlink()
@@ -88,6 +96,16 @@ def remove(path: Path, digest: str) -> bool:
         msg = f"{printable(str(path), newlines=False)}: cannot be removed ({error.strerror})"
         raise ContractError(msg) from error
     return True
+
+
+def _remove_unfinished(path: Path) -> None:
+    """Remove what :func:`write` leaves when it is killed: a private file of ours with a name that only it gives."""
+    with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
+        for entry in entries:
+            if _UNFINISHED.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                found = entry.stat(follow_symlinks=False)
+                if found.st_uid == os.getuid() and stat.S_IMODE(found.st_mode) == _PRIVATE:
+                    Path(entry.path).unlink()
 
 
 def exclude_from_git(folder: Path) -> Path | None:

@@ -106,7 +106,7 @@ def down(name: str) -> Gone:
         removed = True
         if record.contract:
             path = Path(record.contract)
-            removed = contract_file.remove(path, record.digest)
+            removed = contract_file.remove(path, record.digest, record.replaced)
             if removed:
                 trust.forget(path)
             trees.forget_base(_contract_of(record))
@@ -263,14 +263,14 @@ def _ended_sandbox_of(path: Path, name: str | None) -> Record | None:
     digest = contract_file.digest_of(path)
     shown = printable(str(path), newlines=False)
     for record in records.load_all():
-        if record.contract == str(path) and record.digest == digest:
+        if record.contract == str(path) and digest and digest in {record.digest, record.replaced}:
             if record.name in _running():
                 msg = f"{shown}: sandbox {record.name} runs for this folder already; remove it: asp-sandbox down {record.name}"
                 raise UsageError(msg)
             if name not in {None, record.name}:
                 msg = f"{shown}: is that of sandbox {record.name}, which has ended; remove it: asp-sandbox down {record.name}"
                 raise UsageError(msg)
-            return record
+            return dataclasses.replace(record, digest=digest)
     msg = f"{shown}: exists already and is not ours; nothing was overwritten (move it away, or name another folder: --repo)"
     raise UsageError(msg)
 
@@ -345,9 +345,11 @@ def _serve(record: Record, before: Record, order: dict[str, Any], pin: str, repl
     try:
         port = control.ask({"verb": "start", "name": record.name, "order": order, "port": record.port}, start=True)["port"]
         data = contract_file.document(port, record.client_key, pin, user=record.user, workspace=record.directory)
-        written = contract_file.write(path, data, replaces=replaces)
-        record = dataclasses.replace(record, port=port, digest=written, host_key=pin)
+        record = dataclasses.replace(
+            record, port=port, digest=contract_file.digest(data), replaced=replaces or "", host_key=pin
+        )
         record.save()
+        written = contract_file.write(path, data, replaces=replaces)
         trust.remember(contract.load(path))
         contract_file.exclude_from_git(path.parent)
         if replaces is not None:
@@ -356,5 +358,8 @@ def _serve(record: Record, before: Record, order: dict[str, Any], pin: str, repl
         _stop(record)
         if written and contract_file.remove(path, written):
             trust.forget(path)
+        if replaces is not None:
+            with contextlib.suppress(OSError):
+                before.save()
         raise
     return record

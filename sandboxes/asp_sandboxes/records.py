@@ -19,6 +19,9 @@ _RECORD = "sandbox.json"
 class Record:
     """One sandbox. ``contract`` and ``digest`` say which file we wrote; ``uid`` is its own uid if root started it.
 
+    The record is saved before the file is written, else who is killed between the two leaves a file that nobody knows:
+    until then the file has the digest ``replaced``, if there is one.
+
     ``host_key`` is the pinned key, ``TYPE BASE64``: with the port it names the pushed base tree, whatever became of the file.
     Of a container: ``container`` is its id, ``order`` what the gateway is told of it, ``wish`` what the person asked for.
     """
@@ -27,6 +30,7 @@ class Record:
     provider: str
     contract: str
     digest: str = ""
+    replaced: str = ""
     port: int = 0
     uid: int | None = None
     runtime: str = ""
