@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -121,9 +121,15 @@ def test_more_than_can_be_looked_through(place: Path, monkeypatch: pytest.Monkey
     assert "more than 3 files" in refused(place, place / "toolchain")
 
 
-@pytest.mark.bwrap
-async def test_a_sandbox_sees_it_read_only_and_again_when_it_is_started_again(tmp_path: Path) -> None:
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[Lab]:
     lab = Lab(tmp_path)
+    yield lab
+    lab.close()
+
+
+@pytest.mark.bwrap
+async def test_a_sandbox_sees_it_read_only_and_again_when_it_is_started_again(lab: Lab, tmp_path: Path) -> None:
     repository = lab.repository()
     tools = tmp_path / "closed" / "tool chain"
     tools.mkdir(parents=True)
@@ -149,4 +155,3 @@ async def test_a_sandbox_sees_it_read_only_and_again_when_it_is_started_again(tm
     assert (await Box(lab, repository).sh(f"'{tool}'")) == (0, "it works\n")
     done = lab.run("up", "docker", "--image", "x", "--ro", str(tools), cwd=repository)
     assert (done.returncode, "--ro is for local" in done.stderr) == (2, True)
-    lab.close()
