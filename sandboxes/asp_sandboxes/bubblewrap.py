@@ -10,7 +10,7 @@ import shutil
 import stat
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from asp.errors import UsageError
@@ -115,13 +115,17 @@ def command_environment(shell: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Mounts:
-    """Where bubblewrap finds what it mounts, and the descriptors it reads: ``etc`` by file name, ``seccomp``, ``info``."""
+    """Where bubblewrap finds what it mounts, and the descriptors it reads: ``etc`` by file name, ``seccomp``, ``info``.
+
+    ``shown``: folders of this machine that are seen read-only, by the path at which they are seen.
+    """
 
     runtime: str
     workspace: str
     etc: Mapping[str, int]
     seccomp: int
     info: int
+    shown: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
 def arguments(
@@ -146,6 +150,10 @@ def arguments(
         found += ["--perms", "0644", "--file", str(descriptor), f"/etc/{name}"]
     found += _proc(sys_read_only=proc_sys_read_only)
     found += _scratch()
+    for path, source in mounts.shown.items():
+        for parent in reversed(Path(path).parents[:-1]):
+            found += ["--perms", "0755", "--dir", str(parent)]
+        found += ["--ro-bind", source, path]
     found += ["--ro-bind", mounts.runtime, str(runtime.MOUNT), "--bind", mounts.workspace, str(WORKSPACE)]
     return [*found, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", str(HOME)]
 

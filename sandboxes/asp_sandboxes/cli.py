@@ -63,6 +63,12 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--name", help="what to call it (default: made from the folder's name)")
     up.add_argument("--repo", type=_folder, default=Path(), metavar="DIR", help="the repository's folder (default: this one)")
 
+    here = up.add_argument_group("local")
+    here.add_argument(
+        "--ro", type=_folder, action="append", metavar="DIR",
+        help="a folder of this machine, such as a toolchain, that is seen read-only at the same path; may be repeated",
+    )  # fmt: skip
+
     docker = up.add_argument_group("docker")
     docker.add_argument("--image", metavar="NAME", help="an image that the engine has; needed")
     docker.add_argument("--user", metavar="USER", help="who the agent is inside (default: the image's user, else agent, 1000)")
@@ -129,6 +135,9 @@ def _wish(options: argparse.Namespace) -> "Wish | None":
     if options.image is None and options.dockerfile is None:
         msg = "say which image: asp-sandbox up docker --image NAME"
         raise UsageError(msg)
+    if options.ro is not None:
+        msg = "--ro is for local: asp-sandbox up local --ro DIR"
+        raise UsageError(msg)
     from asp_sandboxes import docker  # noqa: PLC0415 - only for its sandboxes
 
     cpus = min(options.cpus, os.cpu_count() or 1)
@@ -144,7 +153,7 @@ def _run(options: argparse.Namespace) -> int:  # noqa: C901 - one case a verb
 
     match options.verb:
         case "up":
-            started = provisioning.up(options.provider, options.repo, options.name, _tell, _wish(options))
+            started = provisioning.up(options.provider, options.repo, options.name, _tell, _wish(options), options.ro)
             for remark in started.remarks:
                 _tell(remark)
             _say(_is_up(started))

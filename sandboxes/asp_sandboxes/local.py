@@ -36,10 +36,16 @@ _NEUTRAL_RUNTIME = f"{launcher.PLACE}/rt"
 _NEUTRAL_WORKSPACE = f"{launcher.PLACE}/workspace"
 
 
+def _neutral_place(number: int) -> str:
+    """Return where the launcher binds one of the folders that are shown."""
+    return f"{launcher.PLACE}/ro{number}"
+
+
 @dataclass(frozen=True)
 class Order:
     """What the gateway is told about one sandbox. ``uid`` is set exactly when we are root.
 
+    ``shown``: folders that are seen read-only at the same path (:mod:`asp_sandboxes.host_folders`).
     ``bwrap`` is what :func:`asp_sandboxes.bubblewrap.find` found for the caller, whose PATH the gateway does not have.
     """
 
@@ -54,6 +60,7 @@ class Order:
     bwrap: Path
     bwrap_libraries: Path | None
     disable_user_namespaces: bool
+    shown: list[str] = field(default_factory=list[str])
 
     def as_json(self) -> dict[str, Any]:
         """Return it as the gateway is sent it."""
@@ -157,6 +164,7 @@ async def start(order: Order, *, proc_sys_read_only: bool = True) -> LocalSandbo
         mounts = bubblewrap.Mounts(
             runtime=_NEUTRAL_RUNTIME if as_root else str(order.runtime),
             workspace=_NEUTRAL_WORKSPACE if as_root else str(order.workspace),
+            shown={path: _neutral_place(number) if as_root else path for number, path in enumerate(order.shown)},
             etc=etc, seccomp=_pipe_with(sandbox_filter(os.uname().machine), handed_over), info=info.write,
         )  # fmt: skip
         arguments = bubblewrap.arguments(
@@ -264,6 +272,7 @@ async def _spawn_with_own_uid(order: Order, uid: int, command: list[str], passed
                     return process  # it has said why on stderr
                 _write_maps(process.pid, uid)
                 binds = [[str(order.runtime), _NEUTRAL_RUNTIME], [str(order.workspace), _NEUTRAL_WORKSPACE]]
+                binds += [[path, _neutral_place(number)] for number, path in enumerate(order.shown)]
                 line: dict[str, Any] = {"uid": uid, "binds": binds, "copies": copies, "argv": [tool, *command]}
                 line["processes"] = local_limits.PROCESSES
                 await loop.sock_sendall(ours, json.dumps(line).encode() + b"\n")

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import pwd
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from types import ModuleType
@@ -15,7 +15,7 @@ from asp.contract import CONTRACT_NAME, Contract
 from asp.errors import AspError, UsageError
 from asp.state import state_dir, write_private
 from asp.terminal import printable
-from asp_sandboxes import bubblewrap, contract_file, control, local, local_limits, records, runtime
+from asp_sandboxes import bubblewrap, contract_file, control, host_folders, local, local_limits, records, runtime
 from asp_sandboxes.bubblewrap import Bubblewrap
 from asp_sandboxes.records import Record
 
@@ -51,11 +51,15 @@ class Gone:
     contract_stays: bool
 
 
-def up(provider: str, repository: Path, name: str | None, tell: Callable[[str], None], wish: "Wish | None" = None) -> Started:
+def up(
+    provider: str, repository: Path, name: str | None, tell: Callable[[str], None], wish: "Wish | None" = None,
+    read_only: Sequence[Path] | None = None,
+) -> Started:  # fmt: skip
     """Start a sandbox for ``repository`` and write its contract there.
 
     A contract of a sandbox of ours that has ended is taken up again: same name and workspace, the same port unless somebody
     took it, new keys; what was pushed to it stays known. ``tell`` receives one line before something that takes seconds.
+    ``read_only``: folders of this machine that a local sandbox sees; None: those that it saw before.
 
     Raises AspError; then nothing is left behind.
     """
@@ -66,6 +70,7 @@ def up(provider: str, repository: Path, name: str | None, tell: Callable[[str], 
     if name is not None and not records.NAME.fullmatch(name):
         msg = "a sandbox's name has 1 to 31 characters: small letters, digits, hyphens, and does not begin with a hyphen"
         raise UsageError(msg)
+    seen = None if read_only is None else host_folders.checked(read_only, repository, _homes())
     begin = _beginning(provider, wish, tell)
     with control.exclusive():
         ended = _ended_sandbox_of(repository / CONTRACT_NAME, name)
@@ -73,6 +78,9 @@ def up(provider: str, repository: Path, name: str | None, tell: Callable[[str], 
             msg = f"the sandbox {ended.name} of this folder is of another kind; remove it: asp-sandbox down {ended.name}"
             raise UsageError(msg)
         if ended is not None:
+            if seen is None:  # again: what they hold may have changed
+                seen = host_folders.checked(map(Path, ended.shown), repository, _homes())
+            ended = dataclasses.replace(ended, shown=seen)
             kept = provider == "local" and _holds_something(ended.workspace)
             return dataclasses.replace(begin(ended, ended.digest), kept=kept)
         taken = _known()
@@ -80,7 +88,7 @@ def up(provider: str, repository: Path, name: str | None, tell: Callable[[str], 
         if wanted in taken:
             msg = f"there is a sandbox named {wanted} already; remove it first: asp-sandbox down {wanted}"
             raise UsageError(msg)
-        record = Record(name=wanted, provider=provider, contract=str(repository / CONTRACT_NAME))
+        record = Record(name=wanted, provider=provider, contract=str(repository / CONTRACT_NAME), shown=seen or [])
         try:
             return begin(record, None)
         except BaseException:
@@ -295,7 +303,7 @@ def _start(record: Record, found: Bubblewrap, *, replaces: str | None, tell: Cal
     write_private(record.client_key, client_key.export_private_key("openssh"))
     order = local.Order(
         folder=record.folder, workspace=record.workspace, runtime=staged.tree, python=staged.python,
-        library_path=staged.library_path, uid=record.uid,
+        library_path=staged.library_path, uid=record.uid, shown=record.shown,
         bwrap=found.path, bwrap_libraries=found.libraries, disable_user_namespaces=found.disables_user_namespaces,
         host_key=host_key.export_private_key("openssh").decode(),
         authorized_keys=client_key.export_public_key("openssh").decode(),

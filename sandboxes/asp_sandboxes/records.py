@@ -23,6 +23,7 @@ class Record:
     until then the file has the digest ``replaced``, if there is one.
 
     ``host_key`` is the pinned key, ``TYPE BASE64``: with the port it names the pushed base tree, whatever became of the file.
+    Of a local one: ``shown`` are the folders that it sees read-only.
     Of a container: ``container`` is its id, ``order`` what the gateway is told of it, ``wish`` what the person asked for.
     """
 
@@ -35,6 +36,7 @@ class Record:
     uid: int | None = None
     runtime: str = ""
     host_key: str = ""
+    shown: list[str] = field(default_factory=list[str])
     container: str = ""
     user: str = "agent"
     directory: str = "/workspace"
