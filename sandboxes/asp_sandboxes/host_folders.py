@@ -28,7 +28,7 @@ _CREDENTIAL_FILES = frozenset({".netrc", ".git-credentials", ".pypirc", "credent
 
 def checked(paths: Iterable[Path], repository: Path, homes: Iterable[Path]) -> list[str]:
     """Return the folders, without repetitions. Raises UsageError, one line that names the folder and what is wrong."""
-    found = []
+    found: list[str] = []
     for path in paths:
         folder = Path(os.path.abspath(path))  # noqa: PTH100 - a link is to be seen as one
         why = _refusal(folder, repository, homes) or _content(folder)
